@@ -122,6 +122,16 @@ def make_runtime(rank: int = 0, world_size: int = 1, **changes) -> gpt.Runtime:
     return gpt.Runtime(comm=gpt.Comm(rank, world_size), **{"peak_flops": 1e9, **changes})
 
 
+def call_tool(capsys, main, *args) -> tuple[int, str, str]:
+    """Run a tool in this process. Returns (status, stdout, stderr)."""
+    capsys.readouterr()
+    try:
+        status = main(*args)
+    except SystemExit as end:  # of argparse
+        status = end.code
+    return status, *capsys.readouterr()
+
+
 def launch(command: list[str], cwd: Path, nproc: int = 1, env: dict | None = None):
     """Run a script in a child process, or under torchrun if nproc > 1. Returns the finished process."""
     launcher = [sys.executable]
@@ -208,16 +218,29 @@ def at_step(monkeypatch, step, act) -> None:
 
 
 def advance(monkeypatch, now, owner, name, seconds) -> None:
-    """Advance the time by these seconds in each call of a function."""
-    before_call(monkeypatch, owner, name, lambda *_: now.__setitem__(0, now[0] + seconds))
+    """Advance the time by these seconds, or a function of the arguments, in each call of a function."""
+    before_call(monkeypatch, owner, name, lambda *args: now.__setitem__(
+        0, now[0] + (seconds(*args) if callable(seconds) else seconds)))
 
 
-def run(shards, *args, preset=TINY) -> dict:
-    """A run in this process. Returns its json."""
-    before = set(Path("logs").glob("*.json"))
-    assert gpt.main([*preset, *data_args(shards), *args]) == 0
-    (path,) = set(Path("logs").glob("*.json")) - before
-    return json.loads(path.read_text())
+def run(shards, *args, preset=TINY, status: int = 0) -> dict | None:
+    """A run in this process. Returns its json, None without a new one."""
+    before = set(Path().rglob("*_seed*.json"))
+    assert gpt.main([*preset, *data_args(shards), *args]) == status
+    new = set(Path().rglob("*_seed*.json")) - before
+    return json.loads(new.pop().read_text()) if new else None
+
+
+def list_logged(log: Path) -> list[int]:
+    """The steps that a log has, in its order."""
+    return [int(match[1]) for match in STEP_LINE.finditer(log.read_text())]
+
+
+def read_events(*kinds: str, folder: Path = Path()) -> list[dict]:
+    """The events of the only run in a folder: of these kinds, or all."""
+    (path,) = folder.rglob("*.jsonl")
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    return [event for event in events if not kinds or event["event"] in kinds]
 
 
 def find_saved(step: int) -> Path:

@@ -585,6 +585,17 @@ def candidate_count(shape, step):
     return value_at(shape.candidates[stage], step - shape.first(stage), shape.stage_steps[stage])
 
 
+def lengthen(frequencies, scale, windows):
+    """(frequencies, attention scale) after the windows of several stages, by YaRN."""
+    for old, new in zip(windows, windows[1:]):
+        for i, frequency in enumerate(frequencies):
+            turns = old * frequency / (2 * math.pi)
+            g = min(max((turns - 1) / 31, 0.0), 1.0)
+            frequencies[i] = frequency * (old / new + g * (1 - old / new))
+        scale *= 0.2 * math.log(new / old) + 1
+    return torch.tensor(frequencies, dtype=F64), scale
+
+
 def yarn(shape, kind, stage):
     """(frequencies, attention scale) of narrow (0) or wide (1) heads: they follow the short, long window.
 
@@ -594,13 +605,7 @@ def yarn(shape, kind, stage):
     frequencies = [(1 / 1024) ** (i / (count - 1)) for i in range(count)]
     scale, blocks = shape.attention_scale[kind], [*shape.stage_blocks, shape.validation_blocks]
     windows = [shape.block * min(pair[kind], shape.yarn_blocks) for pair in blocks[:stage + 1]]
-    for old, new in zip(windows, windows[1:]):
-        for i, frequency in enumerate(frequencies):
-            turns = old * frequency / (2 * math.pi)
-            g = min(max((turns - 1) / 31, 0.0), 1.0)
-            frequencies[i] = frequency * (old / new + g * (1 - old / new))
-        scale *= 0.2 * math.log(new / old) + 1
-    return torch.tensor(frequencies, dtype=F64), scale
+    return lengthen(frequencies, scale, windows)
 
 
 def windows_at(shape, step, validation=False):
@@ -783,23 +788,20 @@ def rails(G, state, m, keep, weight):
     return G + m * (D - G), state._replace(fast=fast, slow=slow)
 
 
-def six_maps(X):
-    for a, b, c in MAPS:
+def whiten(U, maps=MAPS, margin=1.05, eps=1e-6):
+    """Singular values to about 1. The margin 1.05 is part of the maps, which diverge just above 1 / 1.05."""
+    X = U.T if len(U) > U.shape[1] else U
+    X = X / (margin * torch.linalg.norm(X) + eps)
+    for a, b, c in maps:
         A = X @ X.T
         X = a * X + (b * A + c * A @ A) @ X
-    return X
+    return X.T if len(U) > U.shape[1] else X
 
 
-def whiten(U):
-    """Singular values to about 1. The margin 1.05 is part of the maps, which diverge just above 1 / 1.05."""
-    X = U / (1.05 * torch.linalg.norm(U) + 1e-6)
-    return six_maps(X.T).T if len(X) > X.shape[1] else six_maps(X)
-
-
-def equalise(X, energy, padded):
+def equalise(X, energy, padded, rate=0.1):
     """(X with equal lanes and unchanged norm, new lane energy). Lane: row, or column of a wide matrix."""
     axis = 1 if padded[0] >= padded[1] else 0
-    energy = energy + 0.1 * ((X * X).sum(dim=axis, keepdim=True) / padded[axis] - energy)
+    energy = energy + rate * ((X * X).sum(dim=axis, keepdim=True) / padded[axis] - energy)
     gain = torch.clamp(energy, min=1e-10) ** -0.5
     return X * gain * torch.linalg.norm(X) / torch.clamp(torch.linalg.norm(X * gain), min=1e-10), energy
 

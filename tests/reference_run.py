@@ -2,9 +2,9 @@
 
 Written only from descriptions: of record 32, of mechanisms of later records, and of the command line. It
 trains the presets track_1 (record 32) and laptop. A run is described by the options that --print_config
-prints. What record 92 shares with them (documents in a sequence, n-grams, their update) is in
-record92_reference.py. Parameters are one flat dict of float64 tensors. Their names, where V is the padded
-vocabulary, D = model_dim, H = heads, F = MLP hidden, R = rows:
+prints. What record 92 shares with them (documents in a sequence, n-grams, their update, attention, YaRN,
+orthogonalization, lanes, Adam) is in record92_reference.py. Parameters are one flat dict of float64 tensors.
+Their names, where V is the padded vocabulary, D = model_dim, H = heads, F = MLP hidden, R = rows:
   embed (V,D)  head (V,D)  ve.{i} (V,D)  ngram (R,D)
   q.{l} k.{l} v.{l} o.{l} (D,D)  gate.{l} (H,12)  s0.{l} ()  s1.{l} ()   s1 in layers with a value embedding
   up.{l} (D,F), used transposed  down.{l} (D,F)                          MLP(u) = down relu(up^T u)^2
@@ -17,8 +17,9 @@ from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
+import record92_reference as r92
 import torch
-from record92_reference import F64, RECORD_92, fill, ngram_vectors, table_update
+from record92_reference import F64
 from record92_reference import rms as rms_norm
 
 
@@ -36,27 +37,23 @@ def read_shards(pattern):
     return shards, document_start
 
 
-class Packer:
-    """Packed sequences of one shard after the other. A tail that fills no sequence is dropped."""
+def pack(shards, document_start, take, sizes):
+    """Packed sequences of one shard after the other: (inputs, targets, document number of each input).
 
-    def __init__(self, shards, document_start, take):
-        self.shards, self.document_start, self.take = shards, document_start, take
-        self.shard, self.place = 0, 0
-
-    def next(self, length, max_doc_len):
-        """(inputs, targets, document number of each input) of one sequence with `length` inputs."""
-        while True:
-            found = self.take(self.shards[self.shard], self.document_start, self.place, length, max_doc_len)
-            if found is not None:
-                row, numbers, self.place = found
-                return row[:-1], row[1:], numbers
-            self.shard, self.place = self.shard + 1, 0
+    sizes: (number of inputs, longest document) of each sequence. A tail that fills no sequence is dropped.
+    """
+    shard = place = 0
+    for size in sizes:
+        while (found := take(shards[shard], document_start, place, *size)) is None:
+            shard, place = shard + 1, 0
+        row, numbers, place = found
+        yield row[:-1], row[1:], numbers
 
 
 def take_documents(tokens, document_start, document, length, max_doc_len):
     """(tokens, document numbers of the inputs, next document), None if too few tokens are left."""
     begins = np.flatnonzero(tokens == document_start).tolist()
-    filled = fill(tokens.tolist(), begins, document, length, max_doc_len)
+    filled = r92.fill(tokens.tolist(), begins, document, length, max_doc_len)
     if filled is None:
         return None
     row, ends, document = filled
@@ -101,6 +98,12 @@ class Schedule:
         value = self.stages[self.number(step)][name]
         return self.config[name] if value is None else value
 
+    def sizes(self, step):
+        """(number of inputs, longest document) of each sequence of a step."""
+        names = "tokens_per_step", "seq_len", "max_doc_len"
+        tokens, length, longest = (self.of_stage(step, name) for name in names)
+        return [(length, longest)] * (tokens // length)
+
     def lr_factor(self, step, cooldown):
         floor = self.config["final_lr_frac"]
         value, x = self.stages[self.number(step)]["lr_factor"], step / self.steps
@@ -137,15 +140,8 @@ class Schedule:
         count = config["head_dim"] // 4
         frequencies = [(1 / 1024) ** (i / (count - 1)) for i in range(count)]
         scale, _ = config["attention_scale"]
-        for old, new in zip(long_windows, long_windows[1:]):
-            old, new = min(old, config["yarn_max_window"]), min(new, config["yarn_max_window"])
-            if old == new:
-                continue
-            for i, f in enumerate(frequencies):
-                g = min(max((old * f / (2 * math.pi) - 1) / (32 - 1), 0.0), 1.0)
-                frequencies[i] = f * (old / new + g * (1 - old / new))
-            scale *= 0.2 * math.log(new / old) + 1
-        return short, long_windows[-1], torch.tensor(frequencies, dtype=F64), scale
+        windows = [min(window, config["yarn_max_window"]) for window in long_windows]
+        return short, long_windows[-1], *r92.lengthen(frequencies, scale, windows)
 
 
 def rotate(x, frequencies):
@@ -165,15 +161,6 @@ def offset_keys(k):
     return torch.where(is_still, torch.cat([k[:1], k[:-1]]), k)
 
 
-def probabilities(q, k, documents, distance, scale):
-    """Softmax (rows x rows) over the keys of a query's document at distance 0..distance."""
-    rows = torch.arange(len(documents))
-    back = rows[:, None] - rows[None, :]
-    seen = (back >= 0) & (back <= distance) & (documents[:, None] == documents[None, :])
-    logits = (scale * (q @ k.T)).masked_fill(~seen, -math.inf)
-    return torch.softmax(logits, dim=-1)
-
-
 def attention(config, p, i, x, tokens, documents, windows):
     """The attention of layer i on the normalized input."""
     layer, (short, long_, frequencies, scale) = config["layers"][i], windows
@@ -187,8 +174,7 @@ def attention(config, p, i, x, tokens, documents, windows):
     if layer["value_embed"] is not None:
         v = v + p[f"s1.{i}"] * p[f"ve.{layer['value_embed']}"][tokens].reshape(T, H, K)
     window = long_ if layer["attention"] == "long" else short
-    y = [probabilities(q[:, h], k[:, h], documents, window, scale) @ v[:, h] for h in range(H)]
-    y = torch.stack(y, dim=1)
+    y = r92.attend(q, k, v, documents, window, scale)
     if config["attention_gate_dim"]:
         y = y * torch.sigmoid(u[:, :config["attention_gate_dim"]] @ p[f"gate.{i}"].T)[:, :, None]
     return y.reshape(T, H * K) @ p[f"o.{i}"].T
@@ -208,8 +194,8 @@ def forward(config, p, tokens, documents, windows):
     x = x0 = rms_norm(p["embed"][tokens])
     if config["ngram_rows"]:
         table, signs = p["ngram"], ngram_signs(config["model_dim"])
-        shape = replace(RECORD_92, table_rows=len(table))
-        ngrams = ngram_vectors(shape, dict(table=table, signs=signs), tokens)
+        shape = replace(r92.RECORD_92, table_rows=len(table))
+        ngrams = r92.ngram_vectors(shape, dict(table=table, signs=signs), tokens)
     outputs = []
     for i, layer in enumerate(config["layers"]):
         if layer["skip_from"] is not None:
@@ -248,44 +234,22 @@ ORTHOGONALIZATIONS = {"newton_schulz": (NEWTON_SCHULZ, 1.0, 1e-7),
                       "polar_express": (POLAR_EXPRESS, 1.02, 1e-6)}
 
 
-def orthogonalize(U, kind):
-    polynomials, factor, epsilon = ORTHOGONALIZATIONS[kind]
-    X = U.T if U.shape[0] > U.shape[1] else U
-    X = X / (factor * torch.linalg.norm(X) + epsilon)
-    for a, b, c in polynomials:
-        A = X @ X.T
-        X = a * X + b * (A @ X) + c * (A @ A @ X)
-    return X.T if U.shape[0] > U.shape[1] else X
-
-
-def normalize_lanes(X, state, b2):
-    """NorMuon: lanes along the shorter dimension have equal sizes. The norm of the matrix stays."""
-    along = 1 if X.shape[0] >= X.shape[1] else 0
-    v = state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * (X * X).mean(dim=along, keepdim=True)
-    Y = X / torch.sqrt(torch.clamp(v, min=1e-10))
-    return Y * torch.linalg.norm(X) / torch.clamp(torch.linalg.norm(Y), min=1e-10)
-
-
 def update_matrix(config, W, G, state, factor, decay_factor, momentum):
     """Update one matrix in place with Muon or NorMuon."""
     options = config["groups"]["matrix"]
     M = state["M"] = momentum * state.get("M", 0.0) + (1 - momentum) * G
-    X = orthogonalize((1 - momentum) * G + momentum * M, config["orthogonalize"])
+    X = r92.whiten((1 - momentum) * G + momentum * M, *ORTHOGONALIZATIONS[config["orthogonalize"]])
     if options["rule"] == "normuon":
-        X = normalize_lanes(X, state, options["betas"][1])
+        X, state["v"] = r92.equalise(X, state.get("v", 0.0), X.shape, 1 - options["betas"][1])
     eta = options["lr"] * factor * max(1, W.shape[0] / W.shape[1]) ** 0.5
     W -= eta * X + eta * options["weight_decay"] * decay_factor * W
 
 
 def update_adam(config, p, G, state, name, factor, decay_factor):
     options = config["groups"][adam_group(config, name)]
-    b1, b2 = options["betas"]
-    t = state["t"] = state.get("t", 0) + 1
-    m = state["m"] = b1 * state.get("m", 0.0) + (1 - b1) * G
-    v = state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * G * G
-    lr = options["lr"] * factor
-    u = lr * math.sqrt(1 - b2 ** t) / (1 - b1 ** t) * m / (torch.sqrt(v) + config["adam_eps"])
-    p -= u + lr * options["weight_decay"] * decay_factor * p
+    lr, before = options["lr"] * factor, state.get("adam", r92.adam_start(p))
+    new, state["adam"] = r92.adam(p, G, before, lr, options["betas"], 0, config["adam_eps"])
+    p.copy_(new - lr * options["weight_decay"] * decay_factor * p)
 
 
 def update_rows(config, p, G, state, factor):
@@ -294,22 +258,16 @@ def update_rows(config, p, G, state, factor):
     b1, b2 = options["betas"]
     assert b1 == options["weight_decay"] == 0
     t, v = state.get("t", 0) + 1, state.get("v", torch.zeros(len(p), dtype=F64))
-    new, state["v"] = table_update(p, v, G, t, options["lr"] * factor, b2, 0, config["adam_eps"])
+    new, state["v"] = r92.table_update(p, v, G, t, options["lr"] * factor, b2, 0, config["adam_eps"])
     state["t"] = t
     p.copy_(new)
 
 
 def adam_group(config, name):
     """The group of a parameter."""
-    first = name.split(".")[0]
-    if first in ("embed", "head"):
-        return first
-    if first == "ve":
-        return "value_embed"
-    if first in ("b", "c") and config["x0_mix"] == "after_attention":
-        return "mix"
-    assert first in ("s0", "s1", "skip", "a", "b"), name
-    return "scalar"
+    mix = "mix" if config["x0_mix"] == "after_attention" else "scalar"
+    groups = dict(embed="embed", head="head", ve="value_embed", b=mix, c=mix)
+    return (dict.fromkeys(("s0", "s1", "skip", "a"), "scalar") | groups)[name.split(".")[0]]
 
 
 def is_matrix(name):
@@ -320,7 +278,8 @@ def is_matrix(name):
 def run(config, params):
     """A run from params on: (parameters, training loss per token of each step, validations [step, loss])."""
     schedule, (shards, document_start) = Schedule(config), read_shards(config["train_files"])
-    packer = Packer(shards * config["epochs"], document_start, TAKES[config["sequence_start"]])
+    sizes = [schedule.sizes(step) for step in range(schedule.steps)]
+    rows = pack(shards * config["epochs"], document_start, TAKES[config["sequence_start"]], sum(sizes, []))
     params = {name: value.clone().requires_grad_() for name, value in params.items()}
     states, losses, points = {}, [], []
     for step in range(schedule.steps + 1):
@@ -333,17 +292,10 @@ def run(config, params):
         if step == schedule.steps:
             break
 
-        length, tokens = schedule.of_stage(step, "seq_len"), schedule.of_stage(step, "tokens_per_step")
-        grads, total = [torch.zeros_like(value) for value in params.values()], 0.0
-        for _ in range(tokens // length):
-            row = packer.next(length, schedule.of_stage(step, "max_doc_len"))
-            loss = cross_entropy(config, params, row, schedule.windows(step))
-            found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-            for grad, new in zip(grads, found):
-                if new is not None:                             # Adam's epsilon is for 49,152 tokens
-                    grad += new * 49152 / config["tokens_per_step"]
-            total += float(loss.detach())
-        losses.append(total / tokens)
+        total = sum(cross_entropy(config, params, next(rows), schedule.windows(step)) for _ in sizes[step])
+        losses.append(float(total.detach()) / sum(length for length, _ in sizes[step]))
+        scaled = total * 49152 / config["tokens_per_step"]      # Adam's epsilon is for 49,152 tokens
+        grads = torch.autograd.grad(scaled, list(params.values()), materialize_grads=True)
 
         (matrix_factor, factor), momentum = schedule.lr_factors(step), schedule.momentum(step)
         for (name, param), grad in zip(params.items(), grads):
@@ -355,6 +307,6 @@ def run(config, params):
                 update_rows(config, value, grad, state, factor)
             else:
                 update_adam(config, value, grad, state, name, factor, schedule.decay_factor(step, factor))
-    tokens = sum(schedule.of_stage(step, "tokens_per_step") for step in range(schedule.steps))
+    tokens = sum(length for length, _ in sum(sizes, []))
     assert config["epochs"] == 1 or tokens > sum(map(len, shards))       # the second epoch begins
     return {name: value.detach() for name, value in params.items()}, losses, points

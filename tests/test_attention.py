@@ -1,11 +1,8 @@
-"""Attention: masks, the plain form and both fast forms, one graph for all windows. RoPE."""
-
-import shutil
+"""Attention: masks, the plain form and both fast forms. RoPE."""
 
 import pytest
 import torch
 from conftest import gpt, smoke_config
-from torch.nn.attention.flex_attention import flex_attention
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("eager_flex")
@@ -79,41 +76,6 @@ def test_block_mask_covers_exactly_the_visible_blocks(num_tokens, window, mean_l
         for column in range(len(seen)):
             rows = indices[0, 0, column, : counts[0, 0, column]].long()
             assert rows.tolist() == seen[:, column].nonzero().flatten().tolist()
-
-
-def attend_flex_on_copies(q, k, v, mask):
-    q, k, v = (x[None].transpose(1, 2).contiguous() for x in (q, k, v))
-    return flex_attention(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
-
-
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
-@pytest.mark.slow
-def test_compiled_flex_attention_equals_the_plain_form_and_its_graphs_serve_all_windows():
-    """The whole model in three segments. FlexAttention's forward runs on the CPU. On whole tensors: the CPU form of
-    FlexAttention ignores the offset of a view (test_gpu has the views)."""
-    short = gpt.LayerSpec("short", value_embed=0, skip_from=0)
-    layers = gpt.LayerSpec("long", mlp=False, value_embed=0), short, short, short
-    cfg = smoke_config(num_layers=4, layers=layers, model_dim=32, num_heads=2, head_dim=16, seq_len=512)
-    torch.manual_seed(0)
-    plain, flex = gpt.GPT(cfg), gpt.GPT(cfg, [range(1), range(1, 2), range(2, 4)])
-    for param in plain.parameters():
-        param.data.add_(torch.randn_like(param) * 0.1)
-    flex.load_state_dict(plain.state_dict())
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    flex.run_segment = torch.compile(flex.run_segment, dynamic=False, fullgraph=True)
-    flex_ops = gpt.Operations(make_mask=gpt.build_block_mask, attention=attend_flex_on_copies)
-    schedule, windows = gpt.Schedule(cfg), set()
-    with torch.no_grad():
-        for step in (0, 5, 9, 12):  # every stage, and the final validation
-            state = schedule.at(step)
-            batch = gpt.Batch(*torch.randint(257, (2, 512)), make_doc_ids(512, 60, step))
-            step_inputs = gpt.make_step_inputs(state, 512, 512, cfg, CPU)
-            ours, expected = flex(batch, step_inputs, flex_ops), plain(batch, step_inputs, gpt.Operations())
-            assert ours.item() == pytest.approx(expected.item(), rel=1e-5)
-            windows.add(state.windows)
-    assert len(windows) == 4
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
 @pytest.mark.parametrize("kind, is_paired, key_offset, qk_norm", [

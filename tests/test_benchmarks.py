@@ -1,7 +1,6 @@
 """Benchmarks end to end, and the calculation of their figures. test_distributed.py runs comm.py."""
 
 import importlib
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, before_call, data_args, gpt, launch, make_runtime, smoke_config, smoke_run
+from conftest import ROOT, TINY, advance, call_tool, data_args, gpt, launch, make_runtime, run, smoke_config
 from torch.autograd.profiler_util import FunctionEvent
 
 from benchmarks import comm, common, compare_scripts, copy_loss, gpt2_baseline, gpu, roofline, rules, step
@@ -29,14 +28,14 @@ def test_step_compares_profiles_and_predicts(shards, tmp_path):
     first, second = result["runs"]
     assert second["flags"] == first["flags"] + " --value_gate_dim=4" and result["data"] == "real shards"
     assert result["ratio"] == pytest.approx(second["seconds_per_token"] / first["seconds_per_token"])
-    for run in result["runs"]:
-        ms = list(run["ms_by_stage"].values())
-        assert sum(run["parts"].values()) == pytest.approx(ms[0])
-        assert all(run["parts"][part] > 0 for part in step.PARTS[:5])
-        assert len(ms) == 3 and run["num_recompiles"] == 0
+    for timed in result["runs"]:
+        ms = list(timed["ms_by_stage"].values())
+        assert sum(timed["parts"].values()) == pytest.approx(ms[0])
+        assert all(timed["parts"][part] > 0 for part in step.PARTS[:5])
+        assert len(ms) == 3 and timed["num_recompiles"] == 0
         mean_ms = sum(steps * one for steps, one in zip((3, 2, 1), ms)) / 6
-        assert run["tokens_per_s"] == pytest.approx(2048e3 / mean_ms, rel=1e-3)
-        assert len(run["layers"]) == 4 and all(row["max"] > row["std"] > 0 for row in run["layers"])
+        assert timed["tokens_per_s"] == pytest.approx(2048e3 / mean_ms, rel=1e-3)
+        assert len(timed["layers"]) == 4 and all(row["max"] > row["std"] > 0 for row in timed["layers"])
     prediction = result["prediction"]
     assert prediction["ms"] == pytest.approx(prediction["computing_ms"] + prediction["exposed_ms"])
     assert prediction["ms"] >= prediction["sent_mb"] / 0.1 > 0  # at 0.1 GB/s messages take the most time
@@ -63,11 +62,7 @@ def test_bad_options_end_with_one_line(tool, option, monkeypatch, capsys):
     module, tool = importlib.import_module(tool if "." in tool else f"benchmarks.{tool}"), tool.rpartition(".")[2]
     monkeypatch.setattr(sys, "argv", [f"{tool}.py", option])
     monkeypatch.setattr(results, "run_missing", None)
-    try:
-        status = run_guarded(module.main)
-    except SystemExit as end:
-        status = end.code
-    out, err = capsys.readouterr()
+    status, out, err = call_tool(capsys, run_guarded, module.main)
     word = option.split("=")[-2 if "--options=--" in option else 0]
     assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(f"{tool}.py: error: ")
     assert word.lstrip("-") in err or "required" in err or option.split(",")[-1] in err
@@ -158,20 +153,6 @@ STEPS = (7, 7, 6)  # of a run of 20 steps
 TRUE_RATIO = 4430 / 3900  # sums of steps times milliseconds. The median of all steps would give 0.95
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A function that lets each step of a Trainer class take duration(state, number) seconds."""
-    now = [0.0]
-    monkeypatch.setattr(gpt, "clock", lambda _device: now[0])
-
-    def advance(owner, duration):
-        numbers = itertools.count()
-        before_call(monkeypatch, owner, "train_step", lambda *args: now.__setitem__(
-            0, now[0] + duration(args[-1], next(numbers))))
-
-    return advance
-
-
 def make_subject(seconds, every=1, num_ranks=1, **changes) -> step.Subject:
     """A subject after steps that took these seconds, at a peak of 1,000 tokens a second and rank."""
     cfg, subject = smoke_config(num_iterations=len(seconds), **changes), object.__new__(step.Subject)
@@ -250,10 +231,11 @@ def test_comm_counts_the_flops_of_the_first_stage():
     assert comm.count_step_flops(cfg) == flops * 1024 < all_flops * 1024
 
 
-def test_comm_does_not_time_compilation(clock, tmp_path):
+def test_comm_does_not_time_compilation(monkeypatch, now, tmp_path):
     """Adam acts in each second step, so the first two steps compile. Both take 9 s and are left out."""
     cfg = smoke_config(num_layers=2, groups={"embed": {"every": 2}}, tokens_per_step=1024)
-    clock(gpt.Trainer, lambda _, number: 9 if number < 2 else 0.1)
+    seconds = iter([9, 9, *[0.1] * 9])
+    advance(monkeypatch, now, gpt.Trainer, "train_step", lambda *_: next(seconds))
     dist = torch.distributed
     dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/store", 1), rank=0, world_size=1)
     try:
@@ -339,10 +321,10 @@ def test_repeats_are_found_within_a_document():
     assert find(torch.tensor([*eight, *eight]), doc_ids, 9) == []
 
 
-def test_the_loss_of_a_checkpoint_in_two_parts(shards, tmp_path):
+def test_the_loss_of_a_checkpoint_in_two_parts(shards, here):
     """Weighted by their shares, both add up to the validation loss of the run."""
-    result = smoke_run(shards, tmp_path, *TINY, "--num_iterations=4", "--checkpoint_every=4")
-    (path,) = tmp_path.glob("checkpoints/*/*/step_*")
+    result = run(shards, "--num_iterations=4", "--checkpoint_every=4")
+    (path,) = here.glob("checkpoints/*/*/step_*")
     step, loss, share, repeated, others = copy_loss.split_loss(path)
     assert step == 4 and 0 < share < 1
     assert share * repeated + (1 - share) * others == pytest.approx(loss, rel=1e-5)

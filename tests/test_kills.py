@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, assert_same_bits, at_step, data_args, find_saved, gpt, read_tensors
+from conftest import ROOT, assert_same_bits, at_step, data_args, find_saved, gpt, read_tensors, run
 from run_ranks import ENVIRONMENT, exact_sums
 
 pytestmark = pytest.mark.slow
@@ -18,11 +18,10 @@ SMOKE += ["--micro_batch_tokens=128", "--warmup_iterations=0", "--val_tokens=102
 FRONTIER = ["--preset=smoke_frontier", "--device=cpu", "--warmup_iterations=0", "--val_tokens=1024"]
 
 
-@pytest.mark.parametrize("seed", [0])
-def test_killed_again_and_again(shards, here, seed):
+def test_killed_again_and_again(shards, here):
     """On one to three ranks, a checkpoint after every step. No life falls behind the one before it."""
     args = [*SMOKE, *data_args(shards), f"--num_iterations={30 + 10 * NUM_KILLS}", "--telemetry_every=5"]
-    command = [sys.executable, str(ROOT / "tests/run_and_kill.py"), str(NUM_KILLS), str(seed), "3", *args]
+    command = [sys.executable, str(ROOT / "tests/run_and_kill.py"), str(NUM_KILLS), "0", "3", *args]
     done = subprocess.run([*command, "--checkpoint_every=1"], capture_output=True, text=True, timeout=3000, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     lives = json.loads(done.stdout)
@@ -48,22 +47,20 @@ def test_killed_again_and_again(shards, here, seed):
 
 def test_all_mechanisms_are_stopped_at_many_steps(shards, here, monkeypatch):
     """SIGTERM in a step, in one process. Some steps have gradients that wait for an update, so a run stops later."""
-    args = [*FRONTIER, *data_args(shards), "--telemetry_every=3"]
-    assert gpt.main([*args, "--checkpoint_every=14", "--out=whole"]) == 0
-    (whole,) = Path("whole").rglob("step_000014")
-    end, seen = read_tensors(whole), set()
+    args = ["--telemetry_every=3", "--checkpoint_every=14"]
+    whole = run(shards, *args, "--out=whole", preset=FRONTIER)
+    (path,) = Path("whole").rglob("step_000014")
+    end, seen = read_tensors(path), set()
     for step in range(1, 15, 3):
         out = Path(str(step))
         with monkeypatch.context() as patch:
             at_step(patch, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
-            assert gpt.main([*args, f"--out={out}"]) == 143
+            run(shards, args[0], f"--out={out}", preset=FRONTIER, status=143)
         (saved,) = out.rglob("step_*")
         assert step <= (stopped := int(saved.name[5:])) <= step + 3
         seen.add(stopped)
-        assert gpt.main([*args, f"--out={out}", "--resume=auto", "--checkpoint_every=14"]) == 0
+        again = run(shards, *args, f"--out={out}", "--resume=auto", preset=FRONTIER)
         (last,) = out.rglob("step_000014")
         assert_same_bits(read_tensors(last), end)
-        for ours, theirs in zip(*(sorted(Path(folder, "logs").glob("*.json")) for folder in (out, "whole"))):
-            ours, theirs = (json.loads(path.read_text()) for path in (ours, theirs))
-            assert ours["train_points"] == theirs["train_points"] and ours["final_val_loss"] == theirs["final_val_loss"]
+        assert all(again[name] == whole[name] for name in ("train_points", "final_val_loss"))
     assert len(seen) >= 4

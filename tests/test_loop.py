@@ -24,7 +24,10 @@ from conftest import (
     before_call,
     data_args,
     gpt,
+    list_logged,
     make_runtime,
+    read_events,
+    run,
     run_script,
     smoke_config,  # fmt: skip
     smoke_run,
@@ -46,7 +49,7 @@ def test_printed_lines_and_log_are_what_parsers_read(smoke):
     assert metadata["key"] == smoke["key"] == gpt.make_key(metadata)
     source = smoke["path"].parent / f"train_gpt_{metadata['script_sha256'][:12]}.py"
     assert source.read_bytes() == SCRIPT.read_bytes()
-    assert [int(m[1]) for m in STEP_LINE.finditer(steps)] == list(range(1, 13))
+    assert list_logged(smoke["path"].with_suffix(".txt")) == list(range(1, 13))
     assert len(VAL_LINE.findall(steps)) == 3
     losses = [[int(m[1]), float(m[5])] for m in STEP_LINE.finditer(steps)]
     assert losses == [[step, pytest.approx(loss, abs=6e-5)] for step, loss in smoke["train_points"]]
@@ -78,20 +81,17 @@ def test_compiled_run_agrees(shards, tmp_path):
     assert compiled["compile_time_s"] > plain["compile_time_s"]
 
 
-def record(shards, *args, status=0) -> None:
-    """A record run of three steps in this process."""
-    options = ["--num_iterations=3", "--val_loss_every=0", "--record=mine"]
-    assert gpt.main([*TINY, *options, *data_args(shards), *args]) == status
+RECORD = [*TINY, "--num_iterations=3", "--val_loss_every=0", "--record=mine"]
 
 
 def test_a_record_is_of_one_script_config_and_machine(shards, here, monkeypatch, capsys):
     """Others are refused at the start, and leave nothing. Seeds and folders may differ."""
-    record(shards)
+    run(shards, preset=RECORD)
     before = sorted(path for path in here.rglob("*"))
 
     def refuse(*args):
         capsys.readouterr()
-        record(shards, *args, status=2)
+        run(shards, *args, preset=RECORD, status=2)
         errors = capsys.readouterr().err
         assert "--record=mine has a result of another " in errors and errors.count("\n") == 1
         assert sorted(here.rglob("*")) == before
@@ -104,7 +104,7 @@ def test_a_record_is_of_one_script_config_and_machine(shards, here, monkeypatch,
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             refuse("--seed=1")
-    record(shards, "--seed=1", "--telemetry_every=3", "--checkpoint_every=2")
+    run(shards, "--seed=1", "--telemetry_every=3", "--checkpoint_every=2", preset=RECORD)
     runs = [json.loads(path.read_text()) for path in here.glob("records/*/*/*.json")]
     assert sorted(run["seed"] for run in runs) == [0, 1] and len({run["key"] for run in runs}) == 2
 
@@ -148,14 +148,13 @@ def test_the_printed_loss_is_the_mean_of_the_last_steps(shards, here):
 
 def test_a_record_is_not_continued_on_other_hardware(shards, here, monkeypatch, capsys):
     """A plain run is."""
-    for options, status in ((["--record=mine"], 2), ([], 0)):
-        args = [*TINY, *data_args(shards), "--num_iterations=3", "--val_loss_every=0", *options]
+    for preset, status in ((RECORD, 2), (RECORD[:-1], 0)):
         with monkeypatch.context() as patch:
             at_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-            assert gpt.main(args) == 143
+            run(shards, preset=preset, status=143)
         with monkeypatch.context() as patch:
             patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "other")
-            assert gpt.main([*args, "--resume=auto"]) == status
+            run(shards, "--resume=auto", preset=preset, status=status)
     assert "is of other hardware" in capsys.readouterr().err
 
 
@@ -171,12 +170,10 @@ def test_one_record_is_one_result_however_often_it_was_stopped(shards, here, mon
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_twice", folder.name)
     assert (folder / "train_gpt.py").read_bytes() == SCRIPT.read_bytes()
     assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".jsonl", ".py", ".txt"]
-    log = next(folder.glob("*.txt")).read_text()
-    steps = [int(step) for step in re.findall(r"^step:(\d+)/6 train_time:\d+ms step_avg:\S+ train_loss", log, re.M)]
-    assert steps == list(range(1, 7)) and log.count("=" * 100 + "\n") == 1
+    (log,) = folder.glob("*.txt")
+    assert list_logged(log) == list(range(1, 7)) and log.read_text().count("=" * 100 + "\n") == 1
     assert len({path.stem for path in folder.glob("*_seed0*")}) == 1 and not list(Path("logs").iterdir())
-    events = [json.loads(line) for line in next(folder.glob("*.jsonl")).read_text().splitlines()]
-    assert [line["step"] for line in events if line["event"] == "telemetry"] == [2, 4, 6]
+    assert [event["step"] for event in read_events("telemetry")] == [2, 4, 6]
 
 
 def test_an_edit_during_the_run_changes_nothing(shards, tmp_path, monkeypatch):
@@ -203,17 +200,23 @@ def test_an_edit_during_the_run_changes_nothing(shards, tmp_path, monkeypatch):
     assert result["git_commit"] == f"{commit}-dirty"
 
 
-@pytest.mark.parametrize("error, where", [(ValueError("expected 3, got 2"), "train_step"),
-                                          (OSError("could not get source code"), "warm_up")], ids=str)
-def test_a_bug_keeps_its_traceback(shards, here, monkeypatch, capsys, error, where):
-    """An error of the model is not bad input. Status 1, and the log stays."""
-    def fail(*_):
-        raise error
+@pytest.mark.parametrize("error, where", [
+    (OSError("could not get source code"), "warm_up"), (ValueError("expected 3, got 2"), "train_step"),
+    (torch.OutOfMemoryError("full"), "train_step")], ids=str)
+def test_a_bug_keeps_its_traceback_and_the_log(shards, here, monkeypatch, capsys, error, where):
+    """An error of the model is not bad input. Status 1, and the log of the steps before stays."""
+    def fail(trainer, *_):
+        if where == "warm_up" or trainer.progress.step == 4:
+            raise error
 
-    monkeypatch.setattr(gpt.Trainer, where, fail)
-    assert gpt.main([*TINY, *data_args(shards)]) == 1
+    before_call(monkeypatch, gpt.Trainer, where, fail)
+    assert gpt.main([*TINY, "--telemetry_every=2", *data_args(shards)]) == 1
     assert "Traceback (most recent call last)" in (said := capsys.readouterr().err) and str(error) in said
-    assert [path.suffix for path in Path("logs").iterdir()] == [".txt"]
+    (log,) = Path("logs").glob("*.txt")
+    if where == "train_step":
+        assert list_logged(log) == [1, 2, 3, 4]
+        events = [(event["event"], event["step"]) for event in read_events()]
+        assert events == [("validation", 0), ("telemetry", 2), ("telemetry", 4)]
 
 
 @pytest.mark.slow
@@ -245,20 +248,6 @@ def test_an_output_folder_that_cannot_be_written(shards, here, capsys):
         errors = capsys.readouterr().err
         assert f"--out={out}" in errors and errors.count("\n") == 1
     assert not [path for path in here.rglob("*") if path.is_file() and path.stat().st_size and path.name != "file"]
-
-
-def test_memory_that_runs_out_while_training_costs_no_log(shards, here, monkeypatch, capsys):
-    """Status 1 and PyTorch's traceback. The log of four steps is kept."""
-    def run_out():
-        raise torch.OutOfMemoryError("full")
-
-    at_step(monkeypatch, 5, run_out)
-    assert gpt.main([*TINY, "--telemetry_every=2", *data_args(shards)]) == 1
-    assert "torch.OutOfMemoryError: full" in capsys.readouterr().err
-    measured, log = sorted((here / "logs").iterdir())
-    assert [int(m[1]) for m in STEP_LINE.finditer(log.read_text())] == [1, 2, 3, 4]
-    events = map(json.loads, measured.read_text().splitlines())
-    assert [(e["event"], e["step"]) for e in events] == [("validation", 0), ("telemetry", 2), ("telemetry", 4)]
 
 
 def test_the_clock_runs_and_stands(monkeypatch, now):

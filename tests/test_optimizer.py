@@ -1,9 +1,8 @@
 """The optimizer: arguments of update rules, multipliers, buckets, tables divided among ranks, averages."""
 
-import dataclasses
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,14 +32,17 @@ def test_the_optimizer_tells_every_rule_its_numbers(name, method):
 
 @pytest.mark.parametrize("rule", ["muon", "adamw"])
 def test_multipliers(rule):
-    """Each matrix and each element of a bucket has its own multiplier. Padding stays zero."""
-    cfg, model = smoke_config(matrix_rule=rule, matrix_lr=0.1, matrix_weight_decay=0.2), Ends()
+    """Each matrix and each element of a bucket has its own multiplier. Padding stays zero. Averages count
+    the values after the update."""
+    groups = {"scalar": dict(lr=0.1, weight_decay=0.2)}
+    cfg, model = smoke_config(matrix_rule=rule, matrix_lr=0.1, matrix_weight_decay=0.2, groups=groups,
+                              averages=True, num_iterations=1), Ends()
     torch.manual_seed(0)
     matrix, vector = torch.randn(4, 8), torch.randn(5)  # four equal matrices and two equal vectors
     model.a = gpt.parameter(matrix.clone(), "matrix")
     model.b = gpt.parameter(matrix.clone(), "matrix", lr_mul=2.0, wd_mul=3.0)
-    model.c = gpt.parameter(vector.clone(), "scalar")
-    model.d = gpt.parameter(vector.clone(), "scalar", lr_mul=0.5)
+    model.c = gpt.parameter(vector.clone(), "scalar", wd_mul=0.0)
+    model.d = gpt.parameter(vector.clone(), "scalar", lr_mul=0.5, wd_mul=3.0)
     model.e = gpt.parameter(torch.stack((matrix, matrix)), "matrix", lr_mul=(3.0, 1.0))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = gpt.Optimizer(model, cfg, make_runtime())
@@ -50,7 +52,10 @@ def test_multipliers(rule):
     for name in "abcde":
         param = getattr(model, name)
         param.grad += vector if param.dim() == 1 else matrix
+    model.head.weight.grad += 1
     optimizer.step(first_state(cfg))
+    head = optimizer.bucket_of["head.weight"]
+    assert head.shard[:3].all() and torch.equal(head.state["average0"], head.shard)  # the first is copied
     moved = {name: before[name] - p.detach() for name, p in model.named_parameters()}
     # without decay, b would move by twice the update of a. Its decay is lr_mul * wd_mul = 6 times as strong
     decay = 0.1 * 0.2
@@ -58,7 +63,8 @@ def test_multipliers(rule):
     assert update.abs().max() > 0.01
     assert torch.allclose(moved["e"], moved["a"] * torch.tensor([3.0, 1.0]).view(2, 1, 1), atol=1e-5)
     assert torch.allclose(moved["b"] - 6 * decay * before["b"], 2 * update, atol=1e-5)
-    assert torch.allclose(moved["d"], 0.5 * moved["c"], atol=1e-6) and moved["c"].all()
+    undecayed = moved["d"] - 1.5 * decay * before["d"]
+    assert torch.allclose(undecayed, 0.5 * moved["c"], atol=1e-6) and moved["c"].all()
     vectors = optimizer.bucket_of["c"].values.view(2, 32)
     assert vectors[:, :5].all() and not vectors[:, 5:].any()
 
@@ -160,37 +166,14 @@ def test_plans_of_a_batch():
     assert batch.ngram_plan.places.shape == (2 * 128,)
 
 
-class ThreadComm(gpt.Comm):
-    """A rank that is a thread of this process."""
-
-    def __init__(self, rank: int, shared: list, barrier: threading.Barrier):
-        super().__init__(rank, len(shared))
-        self.shared, self.barrier = shared, barrier
-
-    def all_to_all(self, sent, send_counts, receive_counts):
-        self.shared[self.rank] = sent.split(send_counts)
-        self.barrier.wait(60)
-        received = [parts[self.rank] for parts in self.shared]
-        self.barrier.wait(60)
-        assert [len(part) for part in received] == list(receive_counts)
-        return torch.cat(received), None
-
-    def gather(self, tensor) -> list[torch.Tensor]:
-        self.shared[self.rank] = tensor.clone()
-        self.barrier.wait(60)
-        tensors = [*self.shared]
-        self.barrier.wait(60)
-        return tensors
-
-    def all_reduce(self, tensor):
-        return tensor.copy_(sum(self.gather(tensor)))
-
-    def all_gather(self, full, shard):
-        full.copy_(torch.cat(self.gather(shard)))
-        return SimpleNamespace(wait=lambda: None)
-
-    def broadcast(self, tensor):
-        """Each rank makes the same values."""
+def exchange(rank: int, shared: list, barrier: threading.Barrier, sent, send_counts, receive_counts):
+    """all_to_all() of ranks that are threads of this process."""
+    shared[rank] = sent.split(send_counts)
+    barrier.wait(60)
+    received = [parts[rank] for parts in shared]
+    barrier.wait(60)
+    assert [len(part) for part in received] == list(receive_counts)
+    return torch.cat(received), None
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -212,7 +195,9 @@ def test_a_table_reads_and_sums_like_a_dense_embedding(name, num_ranks):
         values = F.pad(whole, (0, 0, 0, size * num_ranks + 1 - 38))[rank * size :][: size + 1]
         data = values.clone() if name == "ngram" else whole.clone()
         param = gpt.parameter(data, name.removesuffix("s.0"), is_table=True)
-        table = gpt.Table([(name, param)], cfg, Ends(), ThreadComm(rank, shared, barrier))
+        comm = gpt.Comm(rank, num_ranks)
+        comm.all_to_all = functools.partial(exchange, rank, shared, barrier)
+        table = gpt.Table([(name, param)], cfg, Ends(), comm)
         for rows, grad in zip(reads, grads):
             plan = gpt.plan_rows([x.numpy() for x in rows], rank, 38)
             found = param.owner.start_reading(plan)()
@@ -324,29 +309,6 @@ def test_averages_of_the_last_steps(num_steps, first):
     assert not buckets["vo"].state["low_bits"].any()
 
 
-def test_averages_of_two_ranks_are_those_of_one():
-    """Each has one of two matrices. Their joint norm is restored, not that of each rank."""
-    cfg, barrier = smoke_config(averages=True, num_iterations=400), threading.Barrier(2)
-
-    def average(rank: int, shared: list) -> dict[str, torch.Tensor]:
-        comm = ThreadComm(rank, shared, barrier) if len(shared) > 1 else gpt.Comm()
-        model, generator = Ends(), torch.Generator().manual_seed(0)
-        model.pair = gpt.parameter(torch.zeros(2, 8, 16), "matrix", kind="up_down")
-        optimizer = gpt.Optimizer(model, cfg, dataclasses.replace(make_runtime(), comm=comm))
-        for optimizer.step_count in range(1, 401):
-            for param in (model.pair, model.embed, model.head.weight):
-                param.data.copy_(torch.randn(param.shape, generator=generator))
-                param.data[0] *= 4
-            optimizer.update_averages()
-        optimizer.apply_averages()
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-    one, shared = average(0, [()]), [(), ()]
-    with ThreadPoolExecutor(2) as pool:
-        for several in pool.map(lambda rank: average(rank, shared), range(2)):
-            assert all(torch.allclose(one[name], several[name], rtol=1e-6) for name in one)
-
-
 def test_an_untied_embedding_has_the_state_of_the_head():
     """Values, moments and running average."""
     cfg = smoke_config(averages=True, tie_head=True, untie_frac=0.5)
@@ -358,25 +320,6 @@ def test_an_untied_embedding_has_the_state_of_the_head():
     assert "average0" in head and head.keys() == embed.keys() and not optimizer.model.is_tied
     for key, tensor in head.items():
         assert torch.equal(tensor, embed[key]) and tensor.any(), key
-
-
-def test_averages_count_the_values_after_the_update():
-    cfg, model = smoke_config(averages=True, num_iterations=1), Ends()
-    optimizer = gpt.Optimizer(model, cfg, make_runtime())
-    head = optimizer.bucket_of["head.weight"]
-    model.head.weight.grad += 1
-    optimizer.step(first_state(cfg))
-    assert head.shard[:3].all() and torch.equal(head.state["average0"], head.shard)  # the first value is copied
-
-
-def test_decay_multipliers_of_elements():
-    """Two vectors of one bucket, without gradients: W (1 - lr lr_mul wd wd_mul). A third one has its own bucket."""
-    cfg, model = smoke_config(groups={name: dict(lr=0.1, weight_decay=0.5) for name in ("scalar", "gain")}), Ends()
-    for name, group, lr_mul, wd_mul in (("a", "scalar", 1.0, 0.0), ("b", "scalar", 0.5, 3.0), ("c", "gain", 0.3, 2.0)):
-        setattr(model, name, gpt.parameter(torch.ones(5), group, lr_mul, wd_mul))
-    gpt.Optimizer(model, cfg, make_runtime()).step(first_state(cfg))
-    for param, expected in ((model.a, 1.0), (model.b, 1 - 0.05 * 0.5 * 3), (model.c, 1 - 0.03 * 0.5 * 2)):
-        assert torch.allclose(param, torch.tensor(expected))
 
 
 def test_a_bucket_of_matrices_has_one_kind():

@@ -14,16 +14,16 @@ from conftest import (
     read_tensors,
     run,
     smoke_config,
-    start_prefetcher,
+    train_steps,
 )
 from torch.overrides import TorchFunctionMode
 
 from benchmarks import simulate_ranks
 
 
-def record_steps(cfg: gpt.Config, num_steps: int, forms: set[str] = frozenset()) -> tuple[list[str], gpt.Optimizer]:
-    """The order of messages, updates and calls of the model on the first of two ranks, in the last of these steps."""
-    recorder = simulate_ranks.Recorder(make_runtime(0, 2, fast=frozenset(forms)))
+def record_third_step(cfg: gpt.Config) -> tuple[list[str], gpt.Optimizer]:
+    """The order of messages, updates and calls of the model on the first of two ranks."""
+    recorder = simulate_ranks.Recorder(make_runtime(0, 2))
     with recorder.replace_collectives(), pytest.MonkeyPatch.context() as patch:
         note = lambda name: recorder.add(simulate_ranks.Event(name, ""))
         trainer, first = gpt.Trainer(cfg, recorder.rt), []
@@ -31,11 +31,8 @@ def record_steps(cfg: gpt.Config, num_steps: int, forms: set[str] = frozenset())
         trainer.model.register_forward_pre_hook(lambda *_: note("forward"))
         trainer.model.blocks[0].register_forward_pre_hook(lambda *_: note("first block"))
         before_call(patch, trainer.optimizer, "step", lambda *_: note("end of backward"))
-        batches = start_prefetcher(trainer)
-        for step in range(num_steps):
-            first.append(len(recorder.events))
-            trainer.train_step(batches, trainer.schedule.at(step))
-        batches.close()
+        before_call(patch, trainer, "train_step", lambda *_: first.append(len(recorder.events)))
+        train_steps(trainer, 3)
     return [f"{event.kind} {event.name}".strip() for event in recorder.events[first[-1] :]], trainer.optimizer
 
 
@@ -43,7 +40,7 @@ def test_messages_leave_early_and_are_awaited_late(shards):
     """Backward reduces buckets in reverse order of their segments: the head, then the last segment, and so on.
     They are updated and gathered in this order, too. When the first block starts, its parameters are gathered, and
     all-gathers of the last block and of the head are not awaited yet."""
-    events, optimizer = record_steps(smoke_config(shards, tokens_per_step=1024, num_layers=3), 3)
+    events, optimizer = record_third_step(smoke_config(shards, tokens_per_step=1024, num_layers=3))
     segments = {bucket.name: bucket.segment for bucket in optimizer.buckets if bucket not in optimizer.tables}
 
     def places(kind: str, start: int = 0, end: int | None = None) -> list[int]:
@@ -65,25 +62,25 @@ def test_messages_leave_early_and_are_awaited_late(shards):
 
 
 def test_checkpoints_reuse_memory_allocated_before_the_clock(shards, here, monkeypatch):
-    """Three checkpoints in a row use one set of tensors, and each has the state of its step bit for bit. A step does
-    not wait for the disk: each write starts only after the next step has ended."""
+    """Three checkpoints in a row use one set of tensors, and each has the state of its step bit for bit.
+    Training goes on until the next save, which waits: each write starts only after that one has begun."""
     events, saves, states, made, save = [], [], {}, [], gpt.Checkpoints.save
-    has_ended = {step: threading.Event() for step in range(1, 7)}
+    has_begun = {step: threading.Event() for step in (2, 4, 6)}
     before_call(monkeypatch, gpt.Checkpoints, "start", lambda *_: events.append("start"))
     before_call(monkeypatch, gpt.Stop, "catch_signals", lambda _: events.append("clock"))
 
     def note_state(checkpoints, trainer, **more):
         made.append(checkpoints)
+        has_begun[trainer.progress.step].set()
         states[trainer.progress.step] = {name: rows.clone() for name, rows in gpt.collect_rows(trainer).items()}
         save(checkpoints, trainer, **more)
 
     def write_late(checkpoints, folder, *_):
         step = int(folder.name[5:])
         saves.append({entry: rows.data_ptr() for entry, rows in checkpoints.copies.items()})
-        assert step == 6 or has_ended[step + 1].wait(60)
+        assert step == 6 or has_begun[step + 2].wait(60)
 
     before_call(monkeypatch, gpt.Checkpoints, "write", write_late)
-    before_call(monkeypatch, gpt.RunLog, "log_step", lambda log, *_: has_ended[log.progress.step].set())
     monkeypatch.setattr(gpt.Checkpoints, "save", note_state)
     monkeypatch.setattr(gpt.Checkpoints, "KEPT", 3)
     run(shards, "--num_iterations=6", "--checkpoint_every=2", AT_THE_END)

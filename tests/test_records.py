@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, data_args, gpt, launch, smoke_run
+from conftest import ROOT, TINY, call_tool, data_args, gpt, launch, smoke_run
 
 from records import ablate, common, make_leaderboard, plot, replay, results, run_ladder, validate
 
@@ -29,12 +29,7 @@ def tool(capsys, monkeypatch):
 
     def run(module, *args):
         monkeypatch.setattr(sys, "argv", [Path(module.__file__).name, *map(str, args)])
-        capsys.readouterr()
-        try:
-            status = common.run_guarded(module.main)
-        except SystemExit as end:  # from argparse
-            status = end.code
-        return status, *capsys.readouterr()
+        return call_tool(capsys, common.run_guarded, module.main)
 
     return run
 
@@ -283,25 +278,21 @@ def test_the_fastest_claim_is_one_that_holds(make_record):
     assert make_leaderboard.format_claims(none, 1.39).startswith("No record reaches it")
 
 
-def test_curves_of_a_record_are_drawn(real_record, tool, tmp_path):
-    assert tool(plot, real_record, f"--out={tmp_path}/a.svg")[0] == 0
-    assert (tmp_path / "a.svg").stat().st_size > 1000 and (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
-    result = results.read_record(real_record).results[0]
-    assert plot.count_tokens(real_record, result) == [0, 2 * 512 / 1e6, 4 * 512 / 1e6]
-
-
-def test_results_of_plain_runs_are_drawn(real_record, tool, tmp_path):
+def test_curves_of_records_and_of_plain_runs_are_drawn(real_record, tool, tmp_path):
     """A line is named by the options that differ."""
     first = results.read_record(real_record).results[0]
-    other = json.loads(json.dumps(first))
+    assert plot.count_tokens(real_record, first) == [0, 2 * 512 / 1e6, 4 * 512 / 1e6]
+    other, lr = copy.deepcopy(first), first["config"]["groups"]["matrix"]["lr"]
     other["config"]["groups"]["matrix"]["lr"], other["config"]["seed"] = 0.5, 7
-    paths = [tmp_path / "a.json", tmp_path / "b.json"]
-    for path, result in zip(paths, (first, other)):
-        path.write_text(json.dumps(result))
-    lr = first["config"]["groups"]["matrix"]["lr"]
     assert plot.name_runs([first, other]) == [f"seed=0, matrix_lr={lr}", "seed=7, matrix_lr=0.5"]
     assert plot.name_runs([first]) == [first["run_id"]]
-    assert tool(plot, *paths, f"--out={tmp_path}/c")[0] == 0 and (tmp_path / "c.svg").stat().st_size > 1000
+    plain = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, result in zip(plain, (first, other)):
+        path.write_text(json.dumps(result))
+    for name, paths in dict(record=[real_record], runs=plain).items():
+        assert tool(plot, *paths, f"--out={tmp_path}/{name}.svg")[0] == 0
+        assert (tmp_path / f"{name}.svg").stat().st_size > 1000
+        assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     assert tool(plot, ROOT / "records/presets/d12.json", f"--out={tmp_path}/d")[0] == 2 and not (tmp_path / "d.svg").exists()
 
 

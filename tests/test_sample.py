@@ -14,6 +14,7 @@ from conftest import (
     BOS,
     ROOT,
     TINY,
+    call_tool,
     data_args,
     find_saved,
     gpt,
@@ -36,13 +37,8 @@ def checkpoint(shards, tmp_path_factory):
 
 
 def sample(capsys, checkpoint, *args, status=0) -> str:
-    capsys.readouterr()
-    try:
-        ended = tool.main([str(checkpoint), "--device=cpu", *args])
-    except SystemExit as end:  # from argparse
-        ended = end.code
+    ended, out, errors = call_tool(capsys, tool.main, [str(checkpoint), "--device=cpu", *args])
     assert ended == status
-    out, errors = capsys.readouterr()
     return errors if status else out
 
 

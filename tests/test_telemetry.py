@@ -6,28 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CPU_FORMS, advance, data_args, gpt, make_runtime, run, smoke_config, start_prefetcher
+from conftest import advance, data_args, gpt, make_trainer, read_events, run
 from run_ranks import run_ranks
 
 ARGS = ["--preset=smoke_frontier", "--device=cpu", "--num_iterations=8", "--warmup_iterations=0"]
 ARGS += ["--val_tokens=1024", "--val_loss_every=4"]
-
-
-def read_lines(cwd=".") -> list[dict]:
-    (path,) = (Path(cwd) / "logs").glob("*.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def measured_lines(cwd=".") -> list[dict]:
-    return [line for line in read_lines(cwd) if line["event"] == "telemetry"]
-
-
-def make_log(trainer, lines: list) -> gpt.RunLog:
-    """The log of a run without files, whose events are appended to lines."""
-    log = gpt.RunLog(trainer.cfg, trainer.rt, {}, {}, trainer.progress)
-    log.write_event = lambda _event, _step, **entries: lines.append(entries)
-    log.print = lambda *_, **__: None
-    return log
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +25,14 @@ def measured(shards, tmp_path_factory):
 
 def test_lines_and_their_fields(measured):
     """What is not measured is left out. Groups are updated every second step, tables later every fourth."""
-    lines = read_lines(measured)
+    lines = read_events(folder=measured)
     assert [(line["event"], line["step"]) for line in lines] == [
         ("validation", 0), ("telemetry", 2), ("telemetry", 4), ("validation", 4), ("telemetry", 6),
         ("telemetry", 8), ("validation", 8)]
     (path,) = (measured / "logs").glob("*.json")
     validations = [[x["step"], x["val_loss"], x["train_time_ms"]] for x in lines if x["event"] == "validation"]
     assert validations == json.loads(path.read_text())["val_points"]
-    lines = measured_lines(measured)
+    lines = read_events("telemetry", folder=measured)
     names = "event step loss groups seconds"
     assert set(lines[0]) == set(names.split())
     always = {"matrix", "head", "scalar", "residual", "mix", "gate"}
@@ -65,25 +48,24 @@ def test_lines_and_their_fields(measured):
 def test_telemetry_changes_no_bit(shards, measured, here, monkeypatch):
     """Neither losses nor the final parameters. Without it nothing is measured."""
     monkeypatch.setattr(gpt, "UpdateNorms", None)
-    assert gpt.main([*ARGS, *data_args(shards)]) == 0 and not list(here.rglob("*.jsonl"))
-    results, models = [], []
-    for folder in (measured, here):
-        (path,) = (folder / "logs").glob("*.json")
-        results.append(json.loads(path.read_text()))
-        (path,) = folder.rglob("model.pt")
-        models.append(torch.load(path, weights_only=True)["tensors"])
-    assert results[0]["train_points"] == results[1]["train_points"]
-    assert results[0]["final_val_loss"] == results[1]["final_val_loss"]
-    assert [name for name in models[0] if not torch.equal(models[0][name], models[1][name])] == []
+    plain = run(shards, preset=ARGS)
+    assert not list(here.rglob("*.jsonl"))
+    (path,) = (measured / "logs").glob("*.json")
+    result = json.loads(path.read_text())
+    assert all(result[name] == plain[name] for name in ("train_points", "final_val_loss"))
+    models = (next(folder.rglob("model.pt")) for folder in (measured, here))
+    ours, theirs = (torch.load(path, weights_only=True)["tensors"] for path in models)
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 def test_updates_of_bfloat16_matrices_include_their_low_bits(shards, here):
     """The upper halves alone move in steps of 0.4 %, more than these updates."""
     ratios = []
     for options in ([], ["--matrix_dtype=bfloat16", "--state_dtype=float32"]):
-        result = run(shards, "--matrix_lr=0.0002", "--num_iterations=3", "--telemetry_every=3", *options)
-        lines = (here / "logs" / f"{result['run_id']}.jsonl").read_text().splitlines()
-        (line,) = [line for line in map(json.loads, lines) if line["event"] == "telemetry"]
+        folder = Path(str(len(ratios)))
+        options += ["--matrix_lr=0.0002", "--num_iterations=3", "--telemetry_every=3"]
+        run(shards, *options, f"--out={folder}")
+        (line,) = read_events("telemetry", folder=folder)
         ratios.append(line["groups"]["matrix"]["update_ratio"])
     assert 0 < ratios[0] < 1e-3 and ratios[1] == pytest.approx(ratios[0], rel=0.2)
 
@@ -91,8 +73,8 @@ def test_updates_of_bfloat16_matrices_include_their_low_bits(shards, here):
 def test_the_numbers(shards):
     """The fourth step, by tensors before and after it. One group is updated in every second step."""
     groups = {"scalar": dict(every=2), "ngram": dict(rule="row_adam")}
-    cfg = smoke_config(shards, telemetry_every=1, adam_eps=1e-8, num_layers=2, ngram_rows=512, groups=groups)
-    trainer, lines, losses = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS)), [], []
+    options = dict(telemetry_every=1, adam_eps=1e-8, num_layers=2, ngram_rows=512, groups=groups)
+    (trainer, step, close), lines, losses = make_trainer(shards, **options), [], []
     optimizer, grads = trainer.optimizer, {}
     for bucket in optimizer.buckets:
         def wait_and_note(bucket=bucket, wait=bucket.wait_for_gradient):
@@ -100,18 +82,18 @@ def test_the_numbers(shards):
             grads[bucket.name] = bucket.grad.clone()
 
         bucket.wait_for_gradient = wait_and_note
-    gpt.Telemetry(trainer, make_log(trainer, lines))
-    batches = start_prefetcher(trainer)
-    for step in range(4):
+    log = gpt.RunLog(trainer.cfg, trainer.rt, {}, {}, trainer.progress)
+    log.write_event = lambda _event, _step, **entries: lines.append(entries)
+    gpt.Telemetry(trainer, log)
+    for _ in range(4):
         before = {bucket.name: bucket.shard.clone() for bucket in optimizer.buckets}
-        losses.append(trainer.train_step(batches, trainer.schedule.at(step)))
-        trainer.progress.step += 1
-    batches.close()
+        losses.append(step())
+    close()
     norm = lambda tensors: sum(t.double().square().sum().item() for t in tensors) ** 0.5
     assert lines[3]["groups"].keys() == {bucket.group_name for bucket in optimizer.buckets}
     for group, facts in lines[3]["groups"].items():
         buckets = [bucket for bucket in optimizer.buckets if bucket.group_name == group]
-        num_tokens = cfg.tokens_per_step * (2 if group == "scalar" else 1)
+        num_tokens = 1024 * (2 if group == "scalar" else 1)
         expected = dict(grad_norm=norm(grads[bucket.name] for bucket in buckets) / num_tokens)
         expected |= dict(weight_norm=0, update_ratio=0, momentum_norm=0)
         if group != "ngram":
@@ -134,7 +116,7 @@ def test_two_ranks_report_the_numbers_of_one_rank(shards, tmp_path):
         (folder := tmp_path / str(num_ranks)).mkdir()
         ends, _, errors = run_ranks("fail", num_ranks, "none", 0, *args, *data_args(shards), cwd=folder)
         assert not any(status for status, _ in ends), errors[-2000:]
-        found.append(measured_lines(folder))
+        found.append(read_events("telemetry", folder=folder))
     for alone, line in zip(*found, strict=True):
         assert line["loss"] == pytest.approx(alone["loss"], rel=1e-5)
         assert line["groups"].keys() == alone["groups"].keys()
@@ -156,8 +138,8 @@ def test_a_tracker_gets_all_events(shards, here, monkeypatch, now):
     monkeypatch.setitem(sys.modules, "trackio", Tracker)
     result = run(shards, "--num_iterations=4", "--telemetry_every=2", "--tracker=trackio")
     assert calls[0]["name"] == result["run_id"] and calls[-1] == "finish"
-    assert [line["seconds"] for line in measured_lines()] == [dict(step=2.0)] * 2
-    written = [(line.pop("step"), {line.pop("event"): line}) for line in read_lines()]
+    assert [line["seconds"] for line in read_events("telemetry")] == [dict(step=2.0)] * 2
+    written = [(line.pop("step"), {line.pop("event"): line}) for line in read_events()]
     assert calls[1:-1] == written and {next(iter(entries)) for _, entries in written} == {"validation", "telemetry"}
     monkeypatch.setitem(sys.modules, "wandb", None)
     args = ["--preset=smoke", "--device=cpu", "--warmup_iterations=0", "--tracker=wandb"]

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, at_most, before_call, data_args, gpt, launch, smoke_config
+from conftest import ROOT, TINY, advance, at_most, data_args, gpt, launch, smoke_config
 
 from benchmarks import tune
 
@@ -83,11 +83,11 @@ def test_verdicts_follow_from_the_times(run_stubs):
 
 @pytest.mark.parametrize("seconds, verdict, is_second", [
     (350, "no verdict", False), (9000, "faster", True), (1700, "faster", False)])
-def test_too_few_rounds_are_no_verdict(run_stubs, monkeypatch, seconds, verdict, is_second):
+def test_too_few_rounds_are_no_verdict(run_stubs, monkeypatch, now, seconds, verdict, is_second):
     """The first six turns take 100 s each: 350 s suffice for two of three rounds. Later ones take 300 s."""
-    now, turns = [0.0], iter([100.0] * 6 + [300.0] * 6)
+    turns = iter([100.0] * 6 + [300.0] * 6)
     monkeypatch.setattr(tune, "monotonic", lambda: now[0])
-    before_call(monkeypatch, tune.Worker, "take_turn", lambda *_: now.__setitem__(0, now[0] + next(turns)))
+    advance(monkeypatch, now, tune.Worker, "take_turn", lambda *_: next(turns))
     result = run_stubs(["TOKEN=0.9e-6"], seconds=seconds)
     (row,) = result["alternatives"]
     assert row["verdict"] == verdict and (result["together"] is not None) == is_second
@@ -113,12 +113,11 @@ def test_a_turn_visits_all_stages(preset, num_steps, turn):
     assert tune.list_turn(gpt.Schedule(cfg), cfg.adam_every, num_steps) == turn
 
 
-def test_a_worker_measures_time_per_token(shards, monkeypatch):
+def test_a_worker_measures_time_per_token(shards, monkeypatch, now):
     """Stages of 100, 190 and 400 ms, and 100 ms more in each second step, on a clock of the test."""
-    now, number, times = [0.0], itertools.count(), {128: 0.1, 192: 0.19, 256: 0.4}  # by the long window
-    monkeypatch.setattr(gpt, "clock", lambda _device: now[0])
-    before_call(monkeypatch, gpt.Trainer, "train_step", lambda *args: now.__setitem__(
-        0, now[0] + times[args[-1].stage.window_long] + next(number) % 2 / 10))
+    number, times = itertools.count(), {128: 0.1, 192: 0.19, 256: 0.4}  # by the long window
+    advance(monkeypatch, now, gpt.Trainer, "train_step",
+            lambda *args: times[args[-1].stage.window_long] + next(number) % 2 / 10)
     monkeypatch.setattr(sys, "stdin", io.StringIO("3\n9\n"))
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     answers = sys.stdout

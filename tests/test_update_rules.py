@@ -291,26 +291,18 @@ def test_bfloat16_parameters_are_updated_in_float32():
     assert {key for key, x in state.items() if x.dtype == torch.float32} == {"second_momentum", "radius"}
 
 
-def train_briefly(shards, name, lr, method="newton_schulz"):
-    """The loss of step 40 of a model with two layers."""
-    cfg = smoke_config(shards, matrix_rule=name, matrix_lr=lr, orthogonalize=method, num_layers=2,
-                       num_iterations=40, tokens_per_step=512, cooldown_frac=0.0,
-                       gains="output" if name in SPHERES else "")
-    trainer = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS))
-    return train_steps(trainer, 40)[-1]
-
-
-@pytest.fixture(scope="module")
-def frozen_losses(shards):
-    """The loss with matrices that do not move, if they are zero (False) or not (True)."""
-    return {False: train_briefly(shards, "muon", 0.0), True: train_briefly(shards, "muonh", 0.0)}
-
-
 @pytest.mark.recipe
 @pytest.mark.parametrize("name, lr, method", [
     ("muon", 0.05, "newton_schulz"), ("normuon", 0.05, "polar_express"), ("anvil", 0.05, "six_maps"),
     ("muonh", 0.02, "newton_schulz"), ("normuonh", 0.02, "polar_express"),
     ("adamw", 0.002, "newton_schulz")])
-def test_every_rule_trains(name, lr, method, shards, frozen_losses):
-    """Embeddings and head learn the frequencies of bytes. Only matrices can learn the order of bytes."""
-    assert train_briefly(shards, name, lr, method) < frozen_losses[name in SPHERES] - 0.01
+def test_every_rule_trains(name, lr, method, shards):
+    """Embeddings and head learn the frequencies of bytes. Only matrices, which a rate of 0 freezes, can
+    learn their order: the loss of step 40 of a model with two layers."""
+    losses = []
+    for rate in (0.0, lr):
+        cfg = smoke_config(shards, matrix_rule=name, matrix_lr=rate, orthogonalize=method, num_layers=2,
+                           num_iterations=40, tokens_per_step=512, cooldown_frac=0.0,
+                           gains="output" if name in SPHERES else "")
+        losses.append(train_steps(gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS)), 40)[-1])
+    assert losses[1] < losses[0] - 0.01
