@@ -376,7 +376,7 @@ def build_laptop_layers(num_layers: int):
     """The layers of laptop. With attention in layer 0, some seeds copy tokens there, and end higher.
     Every fourth layer and the last one have long windows. The upper half has skips from the lower half."""
     last = num_layers - 1
-    layers = [LayerSpec(attention="none", x0=False, ngram=False)]
+    layers = [LayerSpec(attention="none", x0=False, ngram=not last)]
     for i in range(1, num_layers):
         layers.append(LayerSpec(
             attention="long" if i in (last, *range(3, last, 4)) else "short", key_offset=True,
@@ -3961,7 +3961,7 @@ GROUP_OPTIONS = {f"{group}_lr": (group, "lr") for group in TRACK_1_GROUPS} | {
 get_types = functools.cache(typing.get_type_hints)
 
 
-def look_up(table: dict, name: str):
+def look_up(table, name):
     if name not in table:
         raise ValueError(f"unknown name {name!r}: choose among {', '.join(table)}")
     return table[name]
@@ -4021,6 +4021,8 @@ def change_options(cfg, values: dict):
                 groups[group] = convert({**vars(look_up(groups, group)), **row}, Group)
         except (ValueError, TypeError, OSError) as error:
             raise RunError(f"--{name}={str(value)[:100]}: {error}", 2) from None
+    if values.keys() & {"model_dim", "head_dim"} and "num_heads" not in values:
+        cfg = dataclasses.replace(cfg, num_heads=max(1, cfg.model_dim // cfg.head_dim))
     return dataclasses.replace(cfg, groups=groups)
 
 
@@ -4057,8 +4059,6 @@ def make_config(values: dict):
         use_cuda = values.get("device") != "cpu" and torch.cuda.is_available()
         name = "track_1" if use_cuda else "laptop"
     cfg = change_options(load_preset(name), options)
-    if "model_dim" in options and "num_heads" not in options:
-        cfg = dataclasses.replace(cfg, num_heads=cfg.model_dim // cfg.head_dim)
     if not cfg.layers:
         cfg = dataclasses.replace(cfg, layers=build_layers(cfg.num_layers, cfg.layer_pattern))
     if "without" in options:
@@ -4930,7 +4930,7 @@ def main(argv: list[str]):
         status, line = 130, "stopped by SIGINT"
     except Exception as error:
         status = 1
-        if isinstance(error, OSError) and error.errno or isinstance(error, ModuleNotFoundError):
+        if getattr(error, "errno", 0) or isinstance(error, ModuleNotFoundError):
             line = f"error: {error}"  # of a file, or of --tracker
         else:
             traceback.print_exc()

@@ -58,6 +58,8 @@ def test_layers_of_a_deeper_and_wider_laptop():
     assert [layer.skip_from for layer in cfg.layers] == [None, None, None, 2, 1, 0]
     assert (cfg.num_heads, cfg.head_dim) == (4, 64)
     assert gpt.make_config({"preset": "smoke", "model_dim": 96}).num_heads == 3
+    assert gpt.make_config({"preset": "smoke", "head_dim": 16}).num_heads == 4
+    assert [layer.ngram for layer in gpt.make_config({"preset": "laptop", "num_layers": 1}).layers] == [True]
     changed = gpt.make_config({"preset": "laptop", "layers": '{"xsa": true}', "num_layers": "6"})
     assert changed.layers == tuple(dataclasses.replace(layer, xsa=True) for layer in cfg.layers)
 
