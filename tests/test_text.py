@@ -225,7 +225,7 @@ def test_formats(tmp_path, capsys):
     skipped = [line for line in said.splitlines() if line.startswith("skipped: ")]
     names = [re.search(r"texts/(\S+) \(", line)[1] for line in skipped]
     assert sorted(names) == ["d.jsonl", "damaged.gz", "notes.ipynb", "nul.txt"]
-    assert 'd.jsonl (line 3 and the rest: no JSON with a "text")' in said
+    assert 'd.jsonl (line 3 and the rest: no JSON with a "text" (--key))' in said
     found = documents(out)
     assert {b"first", b"packed\n" * 100} < {*found}
     assert len(b"".join(found)) == 5 + 700 + len("".join(rows).encode())
