@@ -2443,9 +2443,9 @@ def train(cfg, argv: list[str]):
             log.log_validation(trainer.validate(val_data, schedule.at(progress.step)), train_clock.seconds)
         stop.finish_exchange()
         log.finish({**setup, **measure_run(trainer, run)})
+        checkpoints.write_model(trainer)
         if checkpoints.problem:
             raise RunError(checkpoints.problem)
-        checkpoints.write_model(trainer)
 
 # ############################## PART TWO: FAST FORMS OF PART ONE ###########################################
 
@@ -3813,8 +3813,7 @@ class Comm:
         return values
 
     def barrier(self):
-        if self.world_size > 1:
-            dist.barrier(group=self.gloo_group)
+        self.gather_objects(None)
 
     def set_timeout(self, timeout: datetime.timedelta):
         for group in (dist.group.WORLD, self.all_gather_group) if self.world_size > 1 else ():
@@ -3826,7 +3825,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def share_problem(problem: str, rt):
+def share_problem(problem, rt):
     """Raise RunError on all ranks if one of them has a problem."""
     for found in filter(None, rt.comm.gather_objects(problem)):
         raise RunError(found, 2)
@@ -4232,8 +4231,7 @@ def config_from_dict(values: dict):
 # The identity of a run, and its files: script, and, named by the unique run_id, log, result (json) and
 # events. Only rank 0 writes. records/README.md describes the formats.
 
-# Options that change no weight, loss or time
-NOT_IN_KEY = ("out", "resume", "checkpoint_every", "telemetry_every", "tracker")
+NOT_IN_KEY = ("out", "resume", "checkpoint_every", "telemetry_every", "tracker")  # no weight, loss or time
 
 
 def make_key(run: dict, *ignored: str):
@@ -4291,7 +4289,7 @@ def describe_machine(rt):
     return dict(versions=versions, hardware=hardware)
 
 
-def print0(text: str, rt):
+def print0(text, rt):
     """Print and flush a line on rank 0, above the progress bar."""
     if rt.is_main:
         try:
@@ -4301,7 +4299,7 @@ def print0(text: str, rt):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def print_phase(name: str, rt):
+def print_phase(name, rt):
     if rt.device.type == "cuda":
         print0(f"{time.perf_counter() - rt.started:.0f} s: {name}", rt)
 
@@ -4316,6 +4314,8 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]):
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+    except RuntimeError as error:  # torch.save() hides the OSError of e.g. a full disk
+        raise error.__context__ or error from None
     finally:
         partial.unlink(missing_ok=True)
 
@@ -4513,7 +4513,7 @@ def read_metadata(step: Path):
                        "newest of this run", 2) from None
 
 
-def list_files(step: Path):
+def list_files(step):
     return [step / f"rank{rank}.pt" for rank in range(read_metadata(step)["hardware"]["ranks"])]
 
 
@@ -4550,7 +4550,7 @@ def lock_run(folder: Path):
     return None
 
 
-def remove_step(folder: Path):
+def remove_step(folder):
     """Remove a checkpoint. If this is interrupted, the rest is no checkpoint, and start() removes it."""
     with suppress(OSError):
         (folder / "state.json").unlink()
@@ -4581,7 +4581,7 @@ def find_start(cfg, run: dict, rt):
             raise RunError(f"--record={cfg.record}: {step} is of other hardware", 2)
         if saved["progress"]["step"] > cfg.num_iterations:
             raise RunError(f"{step} is beyond --num_iterations={cfg.num_iterations}", 2)
-        return step, saved, f"resumed {step}"
+        return step, saved, f"resumed {step}" + f" ({steps[0]} is damaged)" * (step != steps[0])
     if cfg.resume != "auto":
         raise RunError(f"{cfg.resume} is damaged: give another --resume=PATH, or start without it", 2)
     return None, {}, f"starting anew: no whole checkpoint in {folder}"
@@ -4689,8 +4689,8 @@ class Checkpoints(AbstractContextManager):
             if self.rt.is_main:
                 write_atomic(folder / "state.json", metadata.encode())
             write_atomic(folder / f"rank{self.rt.comm.rank}.pt", functools.partial(torch.save, self.copies))
-        except (OSError, RuntimeError) as error:  # torch.save() raises both
-            return f"{folder} was not written: {error.__context__ or error!r}"
+        except OSError as error:
+            return f"{folder} was not written: {error}"
         return ""
 
     def wait(self):

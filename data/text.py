@@ -146,7 +146,8 @@ def read_texts(files: Iterable[tuple[str, Path]], named: Container[Path],
                     try:
                         text = json.loads(line)[key].encode(errors="replace")  # halves of surrogates
                     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                        raise UnusableError(f'line {number} and the rest: no JSON with a "{key}" (--key)') from None
+                        reason = f'line {number} and the rest: no JSON with a "{key}" (--key)'
+                        raise UnusableError(reason) from None
                     yield f"{name}:{number}", f"{path}:{number}", io.BytesIO(text)
         except (UnusableError, *READ_ERRORS) as error:
             skip(path, error, named)

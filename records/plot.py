@@ -145,14 +145,15 @@ def plot_results(paths: list[Path], out: Path) -> None:
     for panel, label in zip(panels, ("training time (s)", "training tokens (millions)")):
         panel.set_xlabel(label)
     panels[0].set_ylabel("loss: validation, and training (thin)")
-    panels[1].legend(frameon=False, fontsize=7)
+    lines, names = panels[1].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", frameon=False, fontsize=7)
     save(figure, out)
 
 
 def read_result(path: Path) -> dict:
     try:
         result = json.loads(path.read_text())
-        return result if result["val_points"] and result["train_points"] and result["config"] else {}[path]
+        return result if result["train_points"] and result["final_val_loss"] else {}[path]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{path} is no result ({error!r}): give logs/*.json") from None
 
@@ -169,7 +170,8 @@ def name_runs(runs: list[dict]) -> list[str]:
     options = [dict(flatten({**run["config"], **run["config"]["groups"], "groups": {}, "derived": {}}))
                for run in runs]
     names = dict.fromkeys(name for row in options for name in row)
-    differing = [name for name in names if len({row.get(name) for row in options}) > 1]
+    differing = [name for name in names if len({row.get(name) for row in options}) > 1
+                 and name not in gpt.NOT_IN_KEY]
     words = [", ".join(f"{name}={row.get(name, '')[:30]}" for name in differing[:4]) for row in options]
     return [name if name and words.count(name) == 1 else f"{name} {run['run_id']}".strip()
             for name, run in zip(words, runs)]
@@ -331,6 +333,9 @@ def main() -> None:
     elif all(path.suffix == ".json" for path in args.paths):
         plot_results(args.paths, out)
     else:
+        for path in args.paths:
+            if not path.is_dir():
+                raise RecordError(f"{path} is no folder: give only .json, only .jsonl, or only folders")
         records = [results.read_record(folder) for folder in args.paths]
         for record in records[1:]:
             if machines := results.check_comparable(record, records[0], "losses"):
