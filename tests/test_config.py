@@ -52,15 +52,15 @@ def test_layers_of_laptop():
 
 def test_layers_of_a_deeper_and_wider_laptop():
     """The pattern of the layers is a function of the depth. The heads follow from the width."""
-    cfg = gpt.make_config({"preset": "laptop", "num_layers": "6", "model_dim": "256"})
-    assert [layer.attention for layer in cfg.layers] == ["none", "short", "short", "long", "short", "long"]
-    assert [layer.value_embed for layer in cfg.layers] == [None, 1, 0, 1, 0, 1]
-    assert [layer.skip_from for layer in cfg.layers] == [None, None, None, 2, 1, 0]
+    cfg = gpt.make_config({"preset": "laptop", "num_layers": "7", "model_dim": "256"})
+    assert [layer.attention for layer in cfg.layers] == ["none", "short", "short", "long", "short", "short", "long"]
+    assert [layer.value_embed for layer in cfg.layers] == [None, 1, 0, 1, 0, 1, 0]
+    assert [layer.skip_from for layer in cfg.layers] == [None, None, None, None, 2, 1, 0]
     assert (cfg.num_heads, cfg.head_dim) == (4, 64)
     assert gpt.make_config({"preset": "smoke", "model_dim": 96}).num_heads == 3
     assert gpt.make_config({"preset": "smoke", "head_dim": 16}).num_heads == 4
     assert [layer.ngram for layer in gpt.make_config({"preset": "laptop", "num_layers": 1}).layers] == [True]
-    changed = gpt.make_config({"preset": "laptop", "layers": '{"xsa": true}', "num_layers": "6"})
+    changed = gpt.make_config({"preset": "laptop", "layers": '{"xsa": true}', "num_layers": "7"})
     assert changed.layers == tuple(dataclasses.replace(layer, xsa=True) for layer in cfg.layers)
 
 
