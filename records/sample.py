@@ -156,6 +156,7 @@ def main(argv: list[str] | None = None) -> int:
         model, cfg, ops, metadata = load_model(find_model(args.model), args.device)
         tokenizer = find_tokenizer(cfg.vocab_size)
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
+        text = text.encode(errors="surrogateescape").decode(errors="replace")  # bytes that are no text
         prompt = read_prompt(text, tokenizer, cfg.vocab_size)
         generator = torch.Generator().manual_seed(args.seed % 2**64)
         choose = lambda logits: sample_token(logits, args.temperature, args.top_k, generator)  # noqa: E731
