@@ -4578,7 +4578,7 @@ def find_start(cfg, run: dict, rt):
         if saved["key"] == run["key"]:
             run["run_id"] = step.parent.name
         if cfg.record and saved["hardware"] != run["hardware"]:
-            raise RunError(f"--record={cfg.record}: {step} is of other hardware", 2)
+            raise RunError(f"--record={cfg.record}: {step} is of other hardware or ranks", 2)
         if saved["progress"]["step"] > cfg.num_iterations:
             raise RunError(f"{step} is beyond --num_iterations={cfg.num_iterations}", 2)
         return step, saved, f"resumed {step}" + f" ({steps[0]} is damaged)" * (step != steps[0])

@@ -172,6 +172,7 @@ def name_runs(runs: list[dict]) -> list[str]:
     names = dict.fromkeys(name for row in options for name in row)
     differing = [name for name in names if len({row.get(name) for row in options}) > 1
                  and name not in gpt.NOT_IN_KEY]
+    differing.sort(key=lambda name: -len({row.get(name) for row in options}))  # what tells most runs apart
     words = [", ".join(f"{name}={row.get(name, '')[:30]}" for name in differing[:4]) for row in options]
     return [name if name and words.count(name) == 1 else f"{name} {run['run_id']}".strip()
             for name, run in zip(words, runs)]
@@ -211,6 +212,7 @@ def plot_runs(paths: list[Path], out: Path) -> None:
         measured, validations = events[path]["telemetry"], events[path]["validation"]
         steps = [event["step"] for event in measured]
         size = min(WINDOW, max(1, len(measured) // 4))
+        marker = "" if len(measured) > 1 else "."
         windows = [measured[end - size : end] for end in range(size, len(measured) + 1)]
         losses.plot([window[size // 2]["step"] for window in windows],
                     [statistics.mean(event["loss"] for event in window) for window in windows],
@@ -226,11 +228,11 @@ def plot_runs(paths: list[Path], out: Path) -> None:
                 points = [(event["step"], event["groups"][group].get(key) or math.nan) for event in measured
                           if group in event["groups"]]
                 if any(math.isfinite(value) for _, value in points):  # some tables have only a gradient norm
-                    panel.plot(*zip(*points), style, color=colour, label=group)
+                    panel.plot(*zip(*points), style, color=colour, label=group, marker=marker)
             panel.set_yscale("log")
         for part, colour in zip(measured[0]["seconds"], itertools.cycle(COLOURS)):
             seconds.plot(steps, [1000 * event["seconds"][part] for event in measured], color=colour,
-                         label=part)
+                         label=part, marker=marker)
         seconds.set_yscale("log")
         for panel, title, columns in zip(panels, TITLES, (3, 3, 3, 2)):
             num_rows = -(-len(panel.get_lines()) // columns)
