@@ -61,7 +61,8 @@ if [[ ${1:-} == [^-]*.py ]]; then
   exec "$python" "$@"
 fi
 if [[ -z ${NPROC:-} ]]; then  # the visible CUDA devices, rounded down to a power of two, at most 8. One process without CUDA
-  NPROC=$("$python" -c 'import torch; n = min(torch.cuda.device_count(), 8); print(1 << max(n.bit_length() - 1, 0))' 2>/dev/null)
+  NPROC=$("$python" -c 'import torch; n = min(torch.cuda.device_count(), 8); print(1 << max(n.bit_length() - 1, 0))' 2>/dev/null) ||
+    stop "$python cannot load PyTorch, or was interrupted"
 fi
 [[ $NPROC =~ ^[1-9][0-9]*$ ]] || stop "NPROC=$NPROC: give the number of processes, 1 or more"
 case " $* " in *" -h "* | *" --help "*) NPROC=1 ;; esac  # torchrun would print it once for each process

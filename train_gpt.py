@@ -373,7 +373,7 @@ def build_layers(num_layers: int, pattern: str):
 
 
 def build_laptop_layers(num_layers: int):
-    """The layers of laptop. With attention in layer 0, some seeds copy tokens there, and end higher.
+    """The layers of laptop. With attention in layer 0, some seeds copy tokens there. Their loss is higher.
     Every fourth layer and the last one have long windows. The upper half has skips from the lower half."""
     last = num_layers - 1
     layers = [LayerSpec(attention="none", x0=False, ngram=not last)]
@@ -612,7 +612,7 @@ def attention(q, k, v, mask):
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
-# Of the token, the previous one, ... Record 92 hashes three tokens
+# Factors of a token, of the one before it, and so on. The first three are record 92's
 HASH_FACTORS = 17351, 60961, 45259, 50131, 23677, 41333
 
 
@@ -694,7 +694,7 @@ def val_loss(x, weight, targets, softcap):
 
 
 def start_reading(table: nn.Parameter, rows, plan: RowPlan | None):
-    """Begin to read rows (T,) of a table, with a plan by its Table. Returns a function: () -> (T, D)."""
+    """Begin to read rows (T,) of a table. A Table fetches a plan's rows. Returns a function () -> (T, D)."""
     if plan is None:
         return functools.partial(F.embedding, rows, table)
     return table.owner.start_reading(plan)
@@ -722,7 +722,7 @@ class GPT(nn.Module):
     """The language model, initialized on the CPU, so that a seed gives equal weights on every device."""
 
     def __init__(self, cfg, segments: list[range] | None = None, ngram_table=None):
-        """segments: layers of each graph. None: all in one. ngram_table: zeros for local rows. None: all."""
+        """segments: layers of each graph. None: one. ngram_table: zeros for local rows. None: all rows."""
         super().__init__()
         self.cfg = cfg
         self.segments = segments or [range(cfg.num_layers)]
@@ -941,7 +941,7 @@ class Attention(nn.Module):
         qk = uniform((H * K, D), std, std).to(storage)
         group_rows = (cfg.qk_group_heads or H) * K
         self.qk = parameter(qk.view(-1, group_rows, D), "matrix", kind="qk")  # (2H / group, group * K, D)
-        # If HL < D, both train as if padded to (D, D): v by by_row, proj by lr_mul, against anvil()'s size
+        # If HL < D, both train as if padded to (D, D). by_row does this for v, and lr_mul for proj
         v = uniform((H * L, D), std)[0].to(storage)
         proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5)[0].to(storage)
         self.v = parameter(v, "matrix", kind="vo", by_row=H * L < D)  # (HL, D)
@@ -1081,7 +1081,7 @@ class Head(nn.Module):
         if classes is None:
             return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
 
-        # Sampled softmax (record 92): a sequence's classes, uncorrected. A prefix outside of them is ignored
+        # Sampled softmax over a sequence's classes, uncorrected (record 92). Other prefixes are ignored
         losses = []
         weights = F.embedding(classes, self.weight)  # (sequences, C, D)
         n = len(classes)
@@ -1420,7 +1420,7 @@ POLYNOMIALS = {
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)),
-    # Record 92. Diverges above 1 / 1.05, which in bfloat16 a gradient of rank one can reach
+    # Record 92. A singular value above 1 / 1.05 diverges. In bfloat16 a gradient of rank one can reach it
     "six_maps": (
         (3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
         (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
@@ -1842,7 +1842,7 @@ class Schedule:
         self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
 
         # As published, a stage ends at the first step where step / (scheduled_steps + 1) reaches the summed
-        # share, the last one at scheduled_steps + 1 (clipped later), before an extension at scheduled_steps
+        # share. The last one ends at scheduled_steps + 1 (clipped below), with an extension one step earlier
         durations = np.array([stage.duration for stage in self.stages])
         if cfg.extension_steps:
             durations = durations[:-1]
@@ -2010,8 +2010,8 @@ class PackedSequence(typing.NamedTuple):
 def plan_sequences(schedule, shards: Iterator[tuple[int, Shard]], anywhere: bool):
     """Yield the packed sequences of the whole run in order. Ends early if the shards run out. A sequence
     takes the next documents, cut to max_doc_len, until they have seq_len + 1 tokens. The rest of its last
-    document is dropped. With anywhere, it begins with the last target of the previous one. So is a short end
-    of a shard."""
+    document is dropped. With anywhere, it begins with the last target of the previous sequence. The end of a
+    shard is dropped, too, if it is shorter than a sequence."""
     (index, shard), first = next(shards), 0
     for stage, first_step, end_step in schedule.stage_ranges():
         token_sums = shard.usable_tokens(stage.max_doc_len)  # running sum over documents
@@ -2400,7 +2400,7 @@ def train(cfg, argv: list[str]):
         rt.comm.barrier()
         rt.comm.set_timeout(STEP_TIMEOUT)
 
-        # On the clock, as published: prefix tokens, batches, steps, averages, and what blocks in checkpoints
+        # On the clock, as published: prefix tokens, batches, steps, averages, the start of checkpoints
         train_clock, save_is_due = TrainClock(rt.device, progress.train_time, clock(rt.device)), False
         if vocabulary:
             trainer.model.head.prefix_tokens.copy_(find_prefix_tokens(vocabulary, cfg.padded_vocab_size))
@@ -4429,7 +4429,7 @@ class RunLog:
         self.check_loss("validation", step, val_loss)
 
     def log_step(self, loss, seconds: float):
-        """Show progress. Log losses of all ranks, on a GPU LOSSES_AT_ONCE at a time. NaN: RunError."""
+        """Show progress, and log the mean loss of ranks, on a GPU LOSSES_AT_ONCE together. RunError: NaN."""
         step, num_iterations = self.progress.step, self.cfg.num_iterations
         self.waiting.append((step, loss, seconds))
         if self.rt.device.type == "cpu" or len(self.waiting) == self.LOSSES_AT_ONCE:
@@ -4581,7 +4581,7 @@ def find_start(cfg, run: dict, rt):
             raise RunError(f"--record={cfg.record}: {step} is of other hardware or ranks", 2)
         if saved["progress"]["step"] > cfg.num_iterations:
             raise RunError(f"{step} is beyond --num_iterations={cfg.num_iterations}", 2)
-        return step, saved, f"resumed {step}" + f" ({steps[0]} is damaged)" * (step != steps[0])
+        return step, saved, f"resumed {step}" + f" ({steps[0]} is not whole)" * (step != steps[0])
     if cfg.resume != "auto":
         raise RunError(f"{cfg.resume} is damaged: give another --resume=PATH, or start without it", 2)
     return None, {}, f"starting anew: no whole checkpoint in {folder}"
