@@ -373,13 +373,15 @@ def build_layers(num_layers: int, pattern: str):
     return tuple(layers)
 
 
-def build_laptop_layers(num_layers: int):
-    """The layers of laptop. Every fourth layer and the last one have long windows. The upper half has skips
-    from the lower half."""
+def build_laptop_layers(num_layers):
+    """Every fourth and the last layer have long windows. The upper half has skips from the lower half."""
     last = num_layers - 1
-    return tuple(LayerSpec(
-        attention="long" if i in (last, *range(3, last, 4)) else "short", key_offset=True, value_embed=i % 2,
-        skip_from=last - i if last < 2 * i - 1 else None) for i in range(num_layers))
+    layers = []
+    for i in range(num_layers):
+        layers.append(LayerSpec(
+            attention="long" if i in (last, *range(3, last, 4)) else "short", key_offset=True,
+            value_embed=i % 2, skip_from=last - i if last < 2 * i - 1 else None))
+    return tuple(layers)
 
 
 FRONTIER_LAYERS = (  # record 92, 2026-08-30
@@ -451,13 +453,11 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         stages=FRONTIER_STAGES, max_doc_len=3072, max_attention_len=2560, val_loss_every=0,
         val_windows=(2560, 768))),
     "laptop": ("track_1", "the mechanisms of records 89 and 92 that pay at this size. Two CPU cores", dict(
-        track="laptop",
-        train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
-        vocab_size=257, vocab_multiple=16, num_layers=2, num_heads=2, head_dim=64, model_dim=128,
-        mlp_ratio=2.0, layer_pattern="laptop", attention_gate_dim=0, equal_qk_init=True, ngram_rows=163_840,
-        ngram_order=6, zero_init="mlp", embed_dtype="float32", x0_mix="after_attention",
-        softcap=(23.0, 5.0, 7.5), momentum=(0.7, 0.7), momentum_warmup_steps=0,
-        adam_eps=1e-2,  # smaller gradients are rounding noise
+        track="laptop", train_files=f"{EMBEDDED_CORPUS}/train_*.bin", vocab_size=257, vocab_multiple=16,
+        val_files=f"{EMBEDDED_CORPUS}/val_*.bin", num_layers=2, head_dim=64, model_dim=128, mlp_ratio=2.0,
+        layer_pattern="laptop", attention_gate_dim=0, equal_qk_init=True, ngram_rows=163_840, ngram_order=6,
+        zero_init="mlp", embed_dtype="float32", x0_mix="after_attention", softcap=(23.0, 5.0, 7.5),
+        momentum=(0.7, 0.7), momentum_warmup_steps=0, adam_eps=1e-2,  # smaller gradients are rounding noise
         groups=dict(
             matrix=Group(rule="normuon", lr=0.05, betas=(0.9, 0.9)),
             embed=Group(lr=0.3, betas=(0.5, 0.95)),

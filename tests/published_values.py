@@ -2,7 +2,7 @@
 
 Sources: C92.x is a section of the specification of record 92, A to D of that of the earlier records, H1 and
 H2 of that of Hyperball. INSIDE is docs/inside.md, and JSON is the field "config" of
-records/laptop/2026-11-25_long_windows/*.json. "Derived" marks arithmetic on such numbers, "reading" a choice
+records/laptop/2026-11-28_six_grams/*.json. "Derived" marks arithmetic on such numbers, "reading" a choice
 where a text is open. If a preset differs on purpose, the comment says so. record92_reference.py has record
 92's stages and schedules, and the polynomials of all presets are in the two references.
 
@@ -44,8 +44,8 @@ STAGES = {
         (5001, 524_288, 21 * BLOCK, 10 * BLOCK, 2.0),
         *[(step, 524_288, 23 * BLOCK, 11 * BLOCK, 2.0) for step in (5626, 6251, 6876, 7500)],
     ],
-    # JSON: stages, tokens_per_step. derived.stage_ends = 114, 228, 340
-    "laptop": [(114, 2048, 256, 64, 1.0), (228, 2048, 512, 64, 1.0), (340, 2048, 1024, 128, 1.0)],
+    # JSON: stages, tokens_per_step. derived.stage_ends = 56, 111, 165
+    "laptop": [(56, 2048, 384, 32, 1.0), (111, 2048, 512, 32, 1.0), (165, 2048, 768, 32, 1.0)],
 }
 # Reading: the MuonH recipe on record 32's model, so data and windows of B. H2 has other data (nanochat)
 STAGES["muonh"] = STAGES["track_1"]
@@ -76,7 +76,7 @@ RUN = {
     "track_2": Run(7500, 0, 626 * 131_072 + 625 * 262_144 + 625 * 393_216 + 5624 * 524_288, 16_384, 4096,
                    (27 * BLOCK, 11 * BLOCK), 10_485_760, 65_536),
     # JSON. max_attention_len = 0
-    "laptop": Run(340, 0, 696_320, 1024, 1024, (1024, 128), 131_072, 8192),
+    "laptop": Run(165, 0, 337_920, 1024, 1024, (1280, 32), 131_072, 8192),
 }  # fmt: skip
 RUN["muonh"] = RUN["track_1"]  # B: record 32's model
 
@@ -96,7 +96,7 @@ SCHEDULES = {
     "track_2": Schedule(0.7, 0.7, 0.1, (0.85, 0.95), 300),  # D7. It is silent on momentum: B11
     "muonh": Schedule(1.0, 0.3, 0.0, (0.85, 0.95), 300),  # H2: no warmup
     # JSON: cooldown_frac 0.5, final_lr_frac 0.1, matrix_cooldown_frac -1 (read: as the others). Form: B11
-    "laptop": Schedule(0.5, 0.5, 0.1, (0.8, 0.8), 0),
+    "laptop": Schedule(0.5, 0.5, 0.1, (0.7, 0.7), 0),
 }
 
 # -----------------------------------------------------------------------------------------------------------
@@ -225,18 +225,17 @@ MUONH_PARAMETERS = {
 }
 
 # JSON: model_dim 128, 2 heads of 64, mlp_ratio 2, vocab 257 padded to 272, layers, init_std 0.5 (read: times
-# D^-0.5, uniform, as in B4), embed_std, zero_init "mlp", embed_dtype, matrix_dtype. Layer 0
-# has no attention. Value embeddings: layer 1 table 1, layer 2 table 0, layer 3 table 1. Two tables fit
-# num_params = 2,695,182 (derived). The start of the head, the table and the scalars is not in the JSON.
-# 14 scalars complete num_params: 2 skips, 3 s0, 3 s1, and x0 and n-grams in 3 layers
+# D^-0.5, uniform, as in B4), embed_std, zero_init "mlp", embed_dtype, matrix_dtype. Value embeddings: layer 0
+# table 0, layer 1 table 1. num_params = 21,372,936 (derived). The start of the head, the table and the
+# scalars is not in the JSON. 8 scalars complete num_params: 2 s0, 2 s1, and x0 and n-grams in 2 layers
 STD_128 = ("uniform", 0.5 * 128**-0.5)
 LAPTOP_PARAMETERS = {
     **embeddings((272, 128), FP32, 2),
-    "ngram": Parameter((16_384, 128), FP32, "ngram", ZERO),
-    **matrices((1, 2, 3), range(4), 128, 256, STD_128),
-    **of_layers((1, 2, 3), "attention.proj", (128, 128), FP32, "matrix", STD_128),
-    **scalars("scalar", *[-1.5] * 2, *[0.5] * 6),
-    **scalars("mix", *[0.0] * 3, *[0.05] * 3),
+    "ngram": Parameter((163_840, 128), FP32, "ngram", ZERO),
+    **matrices((0, 1), (0, 1), 128, 256, STD_128),
+    **of_layers((0, 1), "attention.proj", (128, 128), FP32, "matrix", STD_128),
+    **scalars("scalar", *[0.5] * 4),
+    **scalars("mix", *[0.0] * 2, *[0.05] * 2),
 }
 
 PARAMETERS = {
@@ -293,9 +292,9 @@ GROUPS = {
     },
     # JSON
     "laptop": {
-        "matrix": Group(0.07, (None, 0.9), rule="normuon"), "embed": Group(0.3, (0.5, 0.95)),
-        "value_embed": Group(0.3, (0.75, 0.95)), "ngram": Group(0.3, (0.0, 0.95), rule="row_adam"),
-        "head": Group(0.008, (0.5, 0.95)), "scalar": Group(0.04, (0.9, 0.99)),
+        "matrix": Group(0.05, (None, 0.9), rule="normuon"), "embed": Group(0.3, (0.5, 0.95)),
+        "value_embed": Group(0.3, (0.75, 0.95)), "ngram": Group(0.4, (0.0, 0.95), rule="row_adam"),
+        "head": Group(0.02, (0.5, 0.95)), "scalar": Group(0.04),
         "mix": Group(0.008, (0.9, 0.95)),
     },
 }  # fmt: skip
@@ -306,7 +305,7 @@ OPTIMIZER = {  # Adam's epsilon, polynomial, cautious decay, tied head
     "track_2": (1e-8, "newton_schulz", False, False),  # D7
     # H1, H2: 1e-10 for gradients of a mean over tokens. Here gradients are a sum over 49,152 tokens
     "muonh": (1e-10 * 49_152, "polar_express", False, False),
-    "laptop": (0.01, "polar_express", False, False),  # JSON
+    "laptop": (0.01, "newton_schulz", False, False),  # JSON
 }
 
 # lr and wd relative to the group, by the first pattern that fits. A tuple has one entry for each stacked
@@ -380,10 +379,10 @@ ROPE = {
     # D7: updates up to 13 blocks only. Base, number and start of the scale are B6's (reading)
     "track_2": (32, 0.1, 0.1 * GROWTH_13, LONG_13),
     "muonh": (32, 0.1, 0.1 * GROWTH_13, LONG_13),  # record 32's model (reading)
-    # JSON: attention_scale 0.15, yarn_max_window 65536, head_dim 64. Half of the channels rotate: INSIDE.
-    # Base 1024 and the form of B6, for windows 256, 512, 1024
-    "laptop": (16, 0.15, 0.15 * (0.2 * math.log(2) + 1) ** 2, {
-        0: 1.0, 1: 0.565612098229, 4: 0.0560068675057, 8: 0.00620508392692, 12: 1 / 1024, 15: 1 / 4096}),
+    # JSON: attention_scale 0.1, yarn_max_window 65536, head_dim 64. Half of the channels rotate: INSIDE.
+    # Base 1024 and the form of B6, for windows 384, 512, 768, 1280
+    "laptop": (16, 0.1, 0.1 * math.prod(0.2 * math.log(x) + 1 for x in (4 / 3, 3 / 2, 5 / 3)), {
+        0: 1.0, 1: 0.629960524947, 4: 0.0738121858884, 8: 0.00763264798643, 12: 0.3 / 256, 15: 0.3 / 1024}),
 }  # fmt: skip
 
 # -----------------------------------------------------------------------------------------------------------

@@ -270,37 +270,45 @@ def int32(value):
     return (value + 2 ** 31) % 2 ** 32 - 2 ** 31
 
 
-def ngram_rows(shape, tokens):
-    """(bigram rows, trigram rows) of a packed buffer. Position 1 reads H - 1 as token 0."""
-    x, half = [int(t) for t in tokens], shape.table_rows // 2
-    bigrams, trigrams = [], []
+# of a token, of the one before it, ... The last three are not record 92's, which has no longer n-grams
+FACTORS = 17351, 60961, 45259, 50131, 23677, 41333
+
+
+def ngram_rows(shape, tokens, order=3):
+    """(bigram rows, trigram rows, ...) of a packed buffer. Position 1 reads H - 1 as token 0."""
+    x, size = [int(t) for t in tokens], shape.table_rows // (order - 1)
+    bigrams = []
     for t in range(len(x)):
         if t == 0:
-            bigrams.append(half - 1)
+            bigrams.append(size - 1)
         else:
-            before = half - 1 if t == 1 else x[t - 1]
-            bigrams.append((int32(36313 * x[t]) ^ int32(27191 * before)) % (half - 1))
-        if t < 2:
-            trigrams.append(shape.table_rows - 1)
-        else:
-            mixed = int32(17351 * x[t]) ^ int32(60961 * x[t - 1]) ^ int32(45259 * x[t - 2])
-            trigrams.append(half + mixed % (half - 1))
-    return bigrams, trigrams
+            before = size - 1 if t == 1 else x[t - 1]
+            bigrams.append((int32(36313 * x[t]) ^ int32(27191 * before)) % (size - 1))
+    kinds = [bigrams]
+    for length in range(3, order + 1):
+        rows = [size - 1] * min(length - 1, len(x))
+        for t in range(length - 1, len(x)):
+            mixed = 0
+            for back in range(length):
+                mixed ^= int32(FACTORS[back] * x[t - back])
+            rows.append(mixed % (size - 1))
+        kinds.append([size * (length - 2) + row for row in rows])
+    return tuple(kinds)
 
 
-def sign_rows(shape, tokens):
-    """(rows of the bigram signs, of the trigram signs), from the true tokens."""
+def sign_rows(shape, tokens, order=3):
+    """(rows of the bigram signs, of the trigram signs), from the true tokens. Longer ones have the latter."""
     x, last = [int(t) for t in tokens], shape.sign_rows - 1
     bigrams = [0 if t < 1 else (int32(48271 * x[t]) ^ int32(30011 * x[t - 1])) & last for t in range(len(x))]
     trigrams = [0 if t < 2 else
                 (int32(58699 * x[t]) ^ int32(39779 * x[t - 1]) ^ int32(26801 * x[t - 2])) & last
                 for t in range(len(x))]
-    return bigrams, trigrams
+    return (bigrams, *[trigrams] * (order - 2))
 
 
-def ngram_vectors(shape, p, tokens):
+def ngram_vectors(shape, p, tokens, order=3):
     total = 0
-    for rows, signs in zip(ngram_rows(shape, tokens), sign_rows(shape, tokens)):
+    for rows, signs in zip(ngram_rows(shape, tokens, order), sign_rows(shape, tokens, order)):
         total = total + p["table"][torch.tensor(rows)] * p["signs"][torch.tensor(signs)]
     return total
 

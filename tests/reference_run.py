@@ -195,9 +195,12 @@ def forward(config, p, tokens, documents, windows):
     if config["ngram_rows"]:
         table, signs = p["ngram"], ngram_signs(config["model_dim"])
         shape = replace(r92.RECORD_92, table_rows=len(table))
-        ngrams = r92.ngram_vectors(shape, dict(table=table, signs=signs), tokens)
+        ngrams = r92.ngram_vectors(shape, dict(table=table, signs=signs), tokens, config["ngram_order"])
     outputs = []
     for i, layer in enumerate(config["layers"]):
+        has_ngrams = config["ngram_rows"] and layer["ngram"]
+        if has_ngrams and i == 0:
+            x = x + p["c.0"] * ngrams
         if layer["skip_from"] is not None:
             x = x + torch.sigmoid(p[f"skip.{i}"]) * outputs[layer["skip_from"]]
         if config["x0_mix"] == "before":
@@ -206,7 +209,7 @@ def forward(config, p, tokens, documents, windows):
             x = x + attention(config, p, i, x, tokens, documents, windows)
         if config["x0_mix"] == "after_attention" and layer["x0"]:
             x = x + p[f"b.{i}"] * x0
-        if config["ngram_rows"] and layer["ngram"]:
+        if has_ngrams and i > 0:
             x = x + p[f"c.{i}"] * ngrams
         if layer["mlp"]:
             x = x + torch.relu(rms_norm(x) @ p[f"up.{i}"]) ** 2 @ p[f"down.{i}"].T

@@ -43,23 +43,21 @@ def test_flops_of_track_1_term_by_term():
 def test_layers_of_laptop():
     cfg = gpt.make_config({"preset": "laptop"})
     assert cfg.sequence_start == "anywhere"
-    layers = cfg.layers
-    assert [layer.attention for layer in layers] == ["none", "short", "short", "long"]
-    assert [layer.value_embed for layer in layers] == [None, 1, 0, 1]
-    assert [layer.skip_from for layer in layers] == [None, None, 1, 0]
-    assert [layer.key_offset for layer in layers] == [False, True, True, True]
+    assert cfg.layers == tuple(gpt.LayerSpec(kind, key_offset=True, value_embed=i)
+                               for i, kind in enumerate(("short", "long")))
 
 
 def test_layers_of_a_deeper_and_wider_laptop():
     """The pattern of the layers is a function of the depth. The heads follow from the width."""
     cfg = gpt.make_config({"preset": "laptop", "num_layers": "7", "model_dim": "256"})
-    assert [layer.attention for layer in cfg.layers] == ["none", "short", "short", "long", "short", "short", "long"]
-    assert [layer.value_embed for layer in cfg.layers] == [None, 1, 0, 1, 0, 1, 0]
+    assert [layer.attention for layer in cfg.layers] == [*["short"] * 3, "long", "short", "short", "long"]
+    assert [layer.value_embed for layer in cfg.layers] == [0, 1, 0, 1, 0, 1, 0]
     assert [layer.skip_from for layer in cfg.layers] == [None, None, None, None, 2, 1, 0]
     assert (cfg.num_heads, cfg.head_dim) == (4, 64)
     assert gpt.make_config({"preset": "smoke", "model_dim": 96}).num_heads == 3
     assert gpt.make_config({"preset": "smoke", "head_dim": 16}).num_heads == 4
-    assert [layer.ngram for layer in gpt.make_config({"preset": "laptop", "num_layers": 1}).layers] == [True]
+    (layer,) = gpt.make_config({"preset": "laptop", "num_layers": 1}).layers
+    assert layer == gpt.LayerSpec("long", key_offset=True, value_embed=0)
     changed = gpt.make_config({"preset": "laptop", "layers": '{"xsa": true}', "num_layers": "7"})
     assert changed.layers == tuple(dataclasses.replace(layer, xsa=True) for layer in cfg.layers)
 

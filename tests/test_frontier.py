@@ -235,7 +235,7 @@ def test_n_grams_of_four_to_six_tokens():
     assert rows[2][9] == mixed % (2**20 - 1) + 2 * 2**20
 
 
-@pytest.mark.parametrize("num_rows, order", [(84_602_880, 3), (377_280, 2)])
+@pytest.mark.parametrize("num_rows, order", [(84_602_880, 3), (377_280, 2), (163_840, 6), (1002, 5)])
 def test_hashes(num_rows, order):
     """Rows and signs of arrays and tensors against arithmetic in Python integers, int32 wrap included."""
     rng, starts = np.random.default_rng(0), [0, 300]
@@ -247,11 +247,11 @@ def test_hashes(num_rows, order):
     for ours, tensor in zip([*rows, *signs], more, strict=True):
         assert torch.equal(torch.tensor(ours), tensor) and ours.dtype == np.int32
     assert np.array_equal(tokens, copies[0].numpy()) and len(rows) == len(signs) == order - 1
-    size = dataclasses.replace(RECORD_92, table_rows=num_rows * 2 // (order - 1))  # each part of `rows`
+    shape = dataclasses.replace(RECORD_92, table_rows=num_rows)
     for start in starts:
         part = slice(start, start + 300)
         for ours, theirs in ((rows, reference.ngram_rows), (signs, reference.sign_rows)):
-            for row, expected in zip(ours, theirs(size, tokens[part])):
+            for row, expected in zip(ours, theirs(shape, tokens[part], order), strict=True):
                 assert row[part].tolist() == expected
     signs = gpt.make_ngram_signs(8192, 96)
     assert signs.abs().unique().tolist() == [1.0] and abs(signs.double().mean()) < 0.01  # sd 0.001

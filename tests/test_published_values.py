@@ -97,6 +97,8 @@ def test_parameters(preset, monkeypatch):
         else:
             check_start(name, values, start)
     assert model.is_tied == published.OPTIMIZER[preset][3]
+    queries, keys = model.blocks[-1].attention.qk.flatten(0, 1).chunk(2)
+    assert torch.equal(queries, keys) == (preset == "laptop")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
