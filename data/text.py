@@ -60,8 +60,8 @@ LEAST_BYTES, LEAST_TOKENS = 2000, 10 * BLOCK  # of a corpus. Validation is then 
 READ_ERRORS = OSError, EOFError, zlib.error  # the last two: a damaged .gz
 # preset: tokens of its run, epochs, seq_len, val_tokens, val_seq_len. A test compares them with train_gpt.py
 PRESETS = {
-    "quick": (532_480, 100, 1024, 40_960, 8192),
-    "laptop": (696_320, 1, 1024, 131_072, 8192),
+    "quick": (337_920, 100, 1024, 40_960, 8192),
+    "laptop": (337_920, 1, 1024, 131_072, 8192),
     "track_1": (656_670_720, 1, 49_152, 10_485_760, 262_144),
 }
 # A document: the hash that orders it, its place in the file of all tokens, the number of its text
