@@ -2355,10 +2355,9 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats(self.rt.device)
 
 
-def train(cfg, argv: list[str]):
+def train(cfg, rt, argv: list[str]):
     """The whole run, from the data to the result. RunError if it cannot go on."""
     # Data, and the checkpoint to continue from
-    rt = start_runtime(cfg)
     train_data = TrainData(cfg, Schedule(cfg))
     val_data = ValData(cfg)
     vocabulary = read_vocabulary(cfg) if any(stage.prefix_weight for stage in cfg.stages) else {}
@@ -3819,6 +3818,14 @@ class Comm:
         for group in (dist.group.WORLD, self.all_gather_group) if self.world_size > 1 else ():
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
+    def close(self):
+        """Leave the process groups at the end of a run. Only a group that nothing holds joins its threads. A
+        gloo thread that outlives Python's shutdown aborts the process, when it frees a tensor."""
+        self.gloo_group = None
+        self.all_gather_group = None
+        if self.world_size > 1:
+            dist.destroy_process_group()
+
 
 # PyTorch 2.13 renamed these two functions
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -4919,7 +4926,9 @@ def main(argv: list[str]):
         print_config = values.pop("print_config", False)
         cfg = make_config(values)
         if not print_config:
-            train(cfg, argv)
+            rt = start_runtime(cfg)
+            train(cfg, rt, argv)
+            rt.comm.close()
         elif rank == 0:
             derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
             derived["mechanisms"] = sorted(list_parts(cfg))
@@ -4938,10 +4947,8 @@ def main(argv: list[str]):
         if rank:  # rank 0 prints what all ranks see, and torchrun then ends this rank
             time.sleep(3)
         print(f"train_gpt.py: {line}", file=sys.stderr, flush=True)
-    if dist.is_initialized():
-        if status:  # a shutdown would wait for other ranks
-            os._exit(status)
-        dist.destroy_process_group()
+    if status and dist.is_initialized():
+        os._exit(status)  # a shutdown would wait for other ranks
     gc.unfreeze()
     return status
 

@@ -255,7 +255,7 @@ def measure(args: Namespace, values: dict) -> None:
     result["advice"] = advise(result)
     if rt.is_main:
         common.write_report("\n" + format_report(result), result, args.json)
-    dist.destroy_process_group()
+    rt.comm.close()
 
 
 def main() -> int:

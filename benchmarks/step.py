@@ -487,8 +487,7 @@ def measure(args: Namespace, argv: list[str]) -> None:
             result["prediction"] = predict(subjects[0], args.predict_ranks, args.bus_gb_per_s)
         if rt.is_main:
             common.write_report("\n" + format_report(result), result, args.json)
-        if rt.world_size > 1:
-            torch.distributed.destroy_process_group()
+        rt.comm.close()
 
 
 def main() -> int:

@@ -176,8 +176,7 @@ def work(options: list[str]) -> int:
             seconds = time_steps([turn[0], *turn])[1:]  # the first one after a pause is slow
             answer(seconds_per_token=common.time_token(zip(turn, seconds), schedule, subject.every))
         subject.batches.batches.close()
-        if rt.world_size > 1:
-            torch.distributed.destroy_process_group()
+        rt.comm.close()
     return 0
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, TINY, assert_same_bits, data_args, gpt, launch, slow_but, smoke_config, smoke_run
-from run_ranks import ENVIRONMENT, find_port, round_to_multiple, run_ranks
+from run_ranks import ENVIRONMENT, count_gloo_threads, find_port, round_to_multiple, run_ranks
 
 NUM_RANKS = slow_but((2, 3, 4, 8), 2)
 SMALL = dict(num_layers=3, model_dim=32, num_heads=2, head_dim=16)
@@ -288,13 +288,15 @@ def test_gradients_and_parameters_have_a_group_each(monkeypatch):
     """All-gathers do not queue behind reductions. Both get the timeout of a step, the gloo group keeps its own."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        groups = [dist.group.WORLD, *(dist.new_group(timeout=gpt.LONG_TIMEOUT) for _ in range(2))]
-        comm, used = gpt.Comm(0, 2, *groups[1:]), []
+        comm, used = gpt.Comm(0, 2, *(dist.new_group(timeout=gpt.LONG_TIMEOUT) for _ in range(2))), []
         comm.set_timeout(datetime.timedelta(seconds=7))
-        timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+        timeouts = [group._get_backend(torch.device("cpu")).options._timeout
+                    for group in (dist.group.WORLD, comm.gloo_group, comm.all_gather_group)]
         for name in ("reduce_scatter_single", "all_gather_single"):
             monkeypatch.setattr(gpt, name, lambda *_, group=None, async_op: used.append(group))
         comm.reduce_scatter(torch.zeros(4)), comm.all_gather(torch.zeros(4), torch.zeros(2))
+        assert count_gloo_threads() > 0 and used == [None, comm.all_gather_group]
     finally:
-        dist.destroy_process_group()
-    assert [timeout.total_seconds() for timeout in timeouts] == [7, 3600, 7] and used == [None, groups[2]]
+        used.clear()
+        comm.close()
+    assert [timeout.total_seconds() for timeout in timeouts] == [7, 3600, 7] and count_gloo_threads() == 0
