@@ -630,8 +630,11 @@ def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
 
 def hash_signs(tokens, is_sequence_start, order: int):
     """Rows of signs, n times (T,), of n-grams, from up to three tokens. Cut ones get row 0."""
-    kinds = (48271, 30011), *[(58699, 39779, 26801)] * (order - 2)
-    return [hash_tokens(tokens, is_sequence_start, NUM_SIGN_ROWS, 0, kind) for kind in kinds]
+    pairs = hash_tokens(tokens, is_sequence_start, NUM_SIGN_ROWS, 0, (48271, 30011))
+    if order == 2:
+        return [pairs]
+    triples = hash_tokens(tokens, is_sequence_start, NUM_SIGN_ROWS, 0, (58699, 39779, 26801))
+    return [pairs] + [triples] * (order - 2)
 
 
 def hash_tokens(tokens, is_sequence_start, num_rows: int, cut_row: int, factors: tuple[int, ...]):
@@ -796,7 +799,7 @@ class GPT(nn.Module):
     def sum_ngrams(self, rows, sign_rows, dtype):
         """Rows (n * T, D) of n kinds of n-grams times their signs, by sign_rows (n, T) -> sum (T, D)."""
         signs = F.embedding(sign_rows, self.ngram_signs).to(dtype)  # (n, T, D)
-        return sum(rows.to(dtype).view_as(signs) * signs)  # two kinds: faster than Tensor.sum()
+        return sum(rows.to(dtype).view_as(signs) * signs)  # Python's sum over n: faster than Tensor.sum()
 
     def run_segment(self, layers: range, x, acts, scalars, doc_ids, step_inputs, ops):
         """Run consecutive layers. Returns x, and the acts (T, D) and scalars per token for later layers."""
@@ -1420,7 +1423,7 @@ POLYNOMIALS = {
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)),
-    # Record 92. A singular value above 1 / 1.05 diverges. In bfloat16 a gradient of rank one can reach it
+    # Record 92. A singular value above 0.9525 diverges, and the margin of 1.05 makes that of rank one 0.9524
     "six_maps": (
         (3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
         (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
@@ -1428,6 +1431,7 @@ POLYNOMIALS = {
         (2.256537145403, -2.166840097229, 0.929501253245)),
 }
 MARGINS = {"polar_express": (1.02, 1e-6), "six_maps": (1.05, 1e-6)}  # factor of the norm, and an addend
+BF16_MARGIN = 1 + 2.0**-6  # of six_maps. bfloat16 rounds a norm by up to 2^-9, and each product likewise
 FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil. The rate acts in all steps
 
 
@@ -1439,6 +1443,8 @@ def orthogonalize(x, polynomial: str, dtype):
     if is_tall:
         x = x.mT  # (M, short, long)
     factor, addend = MARGINS.get(polynomial, (1.0, 1e-7))
+    if polynomial == "six_maps" and dtype == torch.bfloat16:
+        factor *= BF16_MARGIN
     x = x / (matrix_norm(x) * factor + addend).to(x.dtype)
     for a, b, c in POLYNOMIALS[polynomial]:
         gram = x @ x.mT  # (M, short, short)
@@ -1569,7 +1575,7 @@ class Bucket:
         return self.shard.to(at_least_fp32(self.shard), copy=True)
 
     def count_down(self, _param):
-        """The last gradient starts the reduce-scatter. In buckets that are not due the count is negative."""
+        """The last gradient starts the reduce-scatter. The count of a bucket that is not due is at most 0."""
         self.num_pending -= 1
         if self.num_pending == 0:
             self.start_reduce()
@@ -1711,6 +1717,8 @@ class Optimizer:
 
     def start_step(self, num_micro_batches: int):
         """Let the hooks of due buckets count down from the number of their gradients in this step."""
+        for bucket in self.buckets:  # a parameter without a gradient leaves a rest of an earlier step
+            bucket.num_pending = 0
         for bucket in self.list_due():
             bucket.num_pending = num_micro_batches * len(bucket.params)
 
@@ -2171,8 +2179,12 @@ class ValData:
         self.num_batches = num_sequences // size
         self.shards = [open_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files, "val_files")]
         self.bos = self.shards[0].bos  # BOS token, equal in all shards
-        self.tokens = np.concatenate([shard.tokens for shard in self.shards])[: cfg.val_tokens + 1]
-        missing = cfg.val_tokens + 1 - len(self.tokens)
+        missing = cfg.val_tokens + 1  # the tokens, and the last target
+        parts = []
+        for shard in self.shards:
+            parts.append(shard.tokens[:missing])  # slices read no more of a file than they need
+            missing -= len(parts[-1])
+        self.tokens = np.concatenate(parts)
         if missing:
             raise RunError(f"--val_files={cfg.val_files} is {missing} tokens too short for --val_tokens="
                            f"{cfg.val_tokens} and one more target: lower --val_tokens, and --val_seq_len="
@@ -3399,7 +3411,8 @@ def find_distinct(rows):
 def add_plans(batch, tokens: list[np.ndarray], rank: int, cfg):
     """Add the plans of the tables. tokens: the sequences (sequences, seq_len + 1) of each rank."""
     inputs = [x[:, :-1].astype(np.int32).ravel() for x in tokens]
-    batch = batch._replace(token_plan=plan_rows(inputs, rank, cfg.padded_vocab_size))
+    if any(spec.value_embed is not None for spec in cfg.layers):
+        batch = batch._replace(token_plan=plan_rows(inputs, rank, cfg.padded_vocab_size))
     if not cfg.ngram_rows:
         return batch
     order = cfg.ngram_order
@@ -3519,8 +3532,11 @@ class Table(Bucket):
         return torch.cat(self.comm.gather_objects(self.shard[owned].cpu()))
 
     def clear(self):
-        self.pieces, self.arriving = [], []
-        if not self.is_sparse:
+        self.pieces = []
+        self.arriving = []
+        if self.is_sparse:
+            self.rows = self.grad = None  # they can be gigabytes
+        else:
             self.total.zero_()
 
     def owned(self):
@@ -3532,8 +3548,9 @@ class Table(Bucket):
 
 
 def sum_rows(grad, places, _order, num_rows: int):
-    """Sum the gradients (T, D) of equal places (T,) -> (num_rows, D)."""
-    return torch.ops.aten.embedding_dense_backward(grad, places, num_rows, -1, False)
+    """Sum the gradients (T, D) of equal places (T,) -> (num_rows, D), in float32."""
+    wide = grad.to(at_least_fp32(grad))
+    return torch.ops.aten.embedding_dense_backward(wide, places, num_rows, -1, False).type_as(grad)
 
 
 def launch_row_sums(grad, places, order, num_rows: int):
@@ -4508,7 +4525,13 @@ class Progress:
 
 def list_steps(folder: Path):
     """Checkpoints in the folder of a run, the highest step first. Some may be incomplete, see is_whole()."""
-    return sorted((path for path in folder.glob("step_*") if path.name[5:].isdecimal()), reverse=True)
+    steps = [path for path in folder.glob("step_*") if path.name[5:].isdecimal()]
+    return sorted(steps, key=read_step, reverse=True)
+
+
+def read_step(path: Path):
+    """The step of a checkpoint's folder. From step 1,000,000 on names have seven digits."""
+    return int(path.name[5:])
 
 
 def read_metadata(step: Path):
@@ -4619,7 +4642,7 @@ def load_state(trainer, step: Path, metadata: dict):
 
     for entry, rows in collect_rows(trainer).items():
         name, _, first = entry.rpartition("/")
-        for start, piece in entries[name]:
+        for start, piece in entries.get(name, ()):  # fp8/scales are optional
             low, high = max(start, int(first)), min(start + len(piece), int(first) + len(rows))
             if low < high:
                 rows[low - int(first) : high - int(first)] = piece[low - start : high - start]
@@ -4663,7 +4686,7 @@ class Checkpoints(AbstractContextManager):
         share_problem("" if self.folder.exists() else f"{self.folder} is not shared by all nodes", self.rt)
         if self.rt.is_main:
             for step in list_steps(self.folder):
-                if int(step.name[5:]) > trainer.progress.step and not is_whole(step, Runtime()):
+                if read_step(step) > trainer.progress.step and not is_whole(step, Runtime()):
                     remove_step(step)
         for entry, rows in collect_rows(trainer).items():
             self.copies[entry] = torch.empty_like(rows, device="cpu", pin_memory=rows.is_cuda)
