@@ -5,9 +5,10 @@ vocabulary (hub model openai-community/gpt2), which preset frontier reads.
     python data/cached_fineweb10B.py 10    # the validation shard and 10 training shards: enough for track_1
     python data/cached_fineweb10B.py       # all 103
 
-A broken connection is resumed a few times. If the command fails, repeat it: it keeps complete files. A
-downloaded shard is compared with the hub's SHA-256. Shards of 200 MB go into data/fineweb10B. The vocabulary
-of 1 MB goes into data. The last line of the output is a command that trains on the shards.
+A broken connection is resumed a few times. If the command fails, repeat it: it keeps complete files. Each
+file, also a kept one, is compared with the hub's checksum. If the hub cannot be asked, complete files are
+kept, and a line says that they are not compared. Shards of 200 MB go into data/fineweb10B. The vocabulary of
+1 MB goes into data. The last line of the output is a command that trains on the shards.
 """
 
 import glob
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from records.common import ROOT, Parser, RecordError, find_launcher, require_packages, run_guarded
 
 with require_packages():
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, repo_info
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     from tqdm import tqdm
 
@@ -33,57 +34,78 @@ DEFAULT = ROOT / "data" / "fineweb10B"
 VOCABULARY = dict(repo_id="openai-community/gpt2")
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a shard exists and its size agrees with its header."""
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+
+
+def read_checksums(repository: dict) -> dict[str, str]:
+    """The hub's checksum by file name: SHA-256 of a file in LFS, as a shard is, else the SHA-1 of git."""
+    files = repo_info(files_metadata=True, timeout=10, **repository).siblings
+    return {file.rfilename: file.lfs.sha256 if file.lfs else file.blob_id for file in files}
+
+
+def compute_checksum(path: Path, expected: str) -> str:
+    """The checksum of a file, of the same kind as the expected one."""
+    is_sha256 = len(expected) == 64
+    digest = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: digest).hexdigest()
+
+
+def is_whole(path: Path, expected: str) -> bool:
+    """Whether a file is a shard whose size agrees with its header, or JSON, and has the checksum, if any."""
     try:
-        gpt.read_shard_header(str(path))
-    except (OSError, gpt.RunError):
+        json.loads(path.read_text()) if path.suffix == ".json" else gpt.read_shard_header(str(path))
+        return not expected or compute_checksum(path, expected) == expected
+    except (OSError, ValueError, gpt.RunError):
         return False
-    return True
 
 
-def download(name: str, folder: Path, repository: dict) -> str | None:
-    """Returns the hub's checksum: SHA-256 for a shard. RecordError if the hub cannot be reached."""
+def download(name: str, path: Path, repository: dict, expected: str) -> None:
+    """Replace path by the hub's file once this is complete. RecordError if the hub fails, or sends another
+    file."""
     try:
-        hf_hub_download(filename=name, local_dir=folder, force_download=(folder / name).exists(),
-                        **repository)
-        return get_hf_file_metadata(hf_hub_url(filename=name, **repository)).etag
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as place:
+            hf_hub_download(filename=name, local_dir=place, force_download=path.exists(), **repository)
+            expected = expected or get_hf_file_metadata(hf_hub_url(filename=name, **repository)).etag
+            found = compute_checksum(Path(place, name), expected)
+            if found == expected:
+                Path(place, name).replace(path)
     except Exception as error:  # the hub client raises the errors of several HTTP libraries
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             shards = f". Its training shards are 1 to {NUM_SHARDS}" * (repository is REPOSITORY)
             raise RecordError(f"{name} does not exist in {repository['repo_id']} on the hub (404)"
                               f"{shards}: ask for fewer, check HF_ENDPOINT, or train without a download: "
                               "./run.sh --preset=laptop") from None
-        reason = (str(error).strip().splitlines() or [""])[0][:120]
-        raise RecordError(f"{name} cannot be downloaded from the hub ({type(error).__name__}: {reason}): "
-                          "check network, token and disk, and repeat the command, which keeps complete "
-                          "files, or train without a download: ./run.sh --preset=laptop") from None
-
-
-def fetch(name: str, folder: Path) -> None:
-    """Download a shard unless it is complete. An error if the hub fails or sends another file."""
-    path = folder / name
-    if is_whole(path):
-        return
-    expected = download(name, folder, REPOSITORY)
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+        raise RecordError(f"{name} cannot be downloaded from the hub ({describe(error)}): check network, "
+                          "token and disk, and repeat the command, which keeps complete files, or train "
+                          "without a download: ./run.sh --preset=laptop") from None
     if found != expected:
-        path.unlink()  # the next call would keep it if its size is right
-        raise RecordError(f"{name} has SHA-256 {found}, but the hub has {expected}: the file is removed. "
-                          "Repeat the command, which downloads it again")
-    gpt.read_shard_header(str(path))
+        raise RecordError(f"{name} has checksum {found}, but the hub has {expected}: the download is "
+                          "removed. Repeat the command, which downloads it again")
 
 
-def fetch_vocabulary(folder: Path) -> None:
-    """Download GPT-2's ids by token, the default of --vocab_file, unless the file is valid JSON."""
-    path = folder / "gpt2_vocab.json"
+def fetch(files: dict[Path, tuple[str, dict]]) -> None:
+    """Download files, (name, repository) by path, except those that are complete."""
+    checksums, reason, num_unknown = {}, "the hub does not list them", 0
     try:
-        json.loads(path.read_text())
-    except (OSError, ValueError):
-        with tempfile.TemporaryDirectory(dir=folder) as place:  # an existing vocab.json is not ours
-            download("vocab.json", Path(place), VOCABULARY)
-            Path(place, "vocab.json").replace(path)
+        for repository in (REPOSITORY, VOCABULARY):
+            checksums |= read_checksums(repository)
+    except Exception as error:  # as in download(), which names it if a file is missing
+        reason = describe(error)
+    for path, (name, repository) in tqdm(files.items(), desc="files", unit="file", disable=None):
+        expected = checksums.get(name, "")
+        if is_whole(path, expected):
+            num_unknown += not expected
+            continue
+        if path.exists():
+            tqdm.write(f"{path} is not the hub's file: downloading it again")
+        download(name, path, repository, expected)
+        if repository is REPOSITORY:
+            gpt.read_shard_header(str(path))
+    if num_unknown:
+        print(f"complete files that are kept, but not compared with the hub: {num_unknown} ({reason})")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,9 +120,8 @@ def main(argv: list[str] | None = None) -> int:
         if not 0 <= args.num_shards <= NUM_SHARDS:
             raise RecordError(f"num_shards={args.num_shards} does not exist: give 0 to {NUM_SHARDS}")
         names = [f"fineweb_train_{i:06d}.bin" for i in range(1, args.num_shards + 1)]
-        for name in tqdm(["fineweb_val_000000.bin", *names], desc="shards", unit="file", disable=None):
-            fetch(name, args.out)
-        fetch_vocabulary(args.out.parent)
+        shards = {args.out / name: (name, REPOSITORY) for name in ["fineweb_val_000000.bin", *names]}
+        fetch({**shards, args.out.parent / "gpt2_vocab.json": ("vocab.json", VOCABULARY)})
         folder = glob.escape(str(args.out))
         files = [f"--train_files={folder}/fineweb_train_*.bin", f"--val_files={folder}/fineweb_val_*.bin"]
         vocabulary = [f"--vocab_file={args.out.parent / 'gpt2_vocab.json'}"]

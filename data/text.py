@@ -444,18 +444,32 @@ def find_torch_source() -> list[tuple[str, Path]]:
     return [(name, root / name) for name in names]
 
 
+def find_damage(out: Path) -> str:
+    """The name of a shard whose tokens differ from the SHA-256 in corpus.json. Empty if there is none, or if
+    an older version wrote no SHA-256."""
+    for name, expected in read_listing(out).get("sha256", {}).items():
+        with (out / name).open("rb") as file:
+            file.seek(SHARD_HEADER_BYTES)
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                return name
+    return ""
+
+
 def make_embedded_corpus(is_forced: bool = False) -> None:
-    """Make the corpus of the small presets, unless it is complete. RecordError if the folder has a corpus of
-    other text."""
+    """Make the corpus of the small presets, unless it is complete and undamaged. RecordError if the folder
+    has a corpus of other text."""
     out, source = Path(EMBEDDED_CORPUS), torch_source_name()
     found = read_corpus(out)[0]
-    if found == source and not is_forced:  # also on a disk that cannot be written
-        return
+    if found == source and not is_forced:
+        damaged = find_damage(out)
+        if not damaged:  # also on a disk that cannot be written
+            return
+        print(f"{out / damaged} does not fit its SHA-256 in corpus.json: making the corpus again")
     if found and not found.startswith("torch "):
         raise RecordError(f"{out} has a corpus with source {found[:100]!r}, but this folder is "
                           "for the PyTorch source: move the files, and set --train_files and --val_files")
     with lock_folder(out):
-        if read_corpus(out)[0] != source or is_forced:
+        if is_forced or read_corpus(out)[0] != source or find_damage(out):
             files = find_torch_source()
             named = {path for _, path in files}  # an unreadable one is an error
             write_corpus(read_texts(files, named), named, out, source, choose_tokenizer("bytes"),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import BOS, ROOT, VOCAB, gpt, make_documents, make_runtime, smoke_config, write_shard
-from huggingface_hub import constants
+from huggingface_hub import constants, repo_info
 
 sys.path.insert(0, str(ROOT / "data"))
 import cached_fineweb10B  # noqa: E402
@@ -291,62 +291,122 @@ def test_complete_files_are_not_fetched_again(tmp_path, fetch):
     assert status == 2 and "fineweb_train_000001.bin" in said
 
 
+VAL, TRAIN, VOCABULARY = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "vocab.json"
+
+
 def test_a_repeated_command_keeps_complete_files(tmp_path, fetch, monkeypatch):
     """Connections that break end the command. Its next run fetches the incomplete file, and the rest."""
-    val, train, vocabulary = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "vocab.json"
-    broken, asked = {train, vocabulary}, []
+    broken, asked, metadata = {TRAIN, VOCABULARY}, [], SimpleNamespace(etag=None)
 
     def answer(filename, local_dir, **_):
         asked.append(filename)
         if filename in broken:
             broken.remove(filename)
             raise ConnectionError("reset by peer")
-        Path(local_dir).mkdir(exist_ok=True)
-        if filename == vocabulary:
-            Path(local_dir, filename).write_text("{}")
+        path = Path(local_dir, filename)
+        if filename == VOCABULARY:
+            path.write_text("{}")
         else:
-            write_raw(path := Path(local_dir, filename), (20240520, 1, 3), [50256, 1, 2])
-            metadata.etag = hashlib.sha256(path.read_bytes()).hexdigest()
+            write_raw(path, (20240520, 1, 3), [50256, 1, 2])
+        metadata.etag = hashlib.sha256(path.read_bytes()).hexdigest()
 
-    metadata = SimpleNamespace(etag=None)
     monkeypatch.setattr(cached_fineweb10B, "get_hf_file_metadata", lambda url: metadata)
     monkeypatch.setattr(cached_fineweb10B, "hf_hub_download", answer)
     assert [fetch("1", "--out", tmp_path / "shards")[0] for _ in range(3)] == [2, 2, 0]
-    assert asked == [val, train, train, vocabulary, vocabulary]
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {val, train, "gpt2_vocab.json"}
+    assert asked == [VAL, TRAIN, TRAIN, VOCABULARY, VOCABULARY]
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {VAL, TRAIN, "gpt2_vocab.json"}
 
 
-def test_a_shard_is_compared_with_the_checksum_of_the_hub(tmp_path, fetch, monkeypatch):
-    """A local hub sends a wrong byte in the second shard, once. That shard is removed and downloaded again."""
-    right = Path(write_raw(tmp_path / "right.bin", (20240520, 1, 3), [50256, 1, 2])).read_bytes()
-    wrong, is_wrong = right[:-1] + b"\1", True
+@pytest.fixture
+def hub(tmp_path, fetch, monkeypatch):
+    """A local hub: the bytes of its files, the bytes that it sends instead, its requests, whether it lists
+    checksums. The vocabulary is not in LFS: its checksum is that of git hash-object."""
+    right = {name: Path(write_raw(tmp_path / "right.bin", (20240520, 1, 4), [50256, 1, 2, last])).read_bytes()
+             for name, last in ((VAL, 3), (TRAIN, 4))} | {VOCABULARY: b'{"a": 0}'}
+    checksums = {name: hashlib.sha256(body).hexdigest() for name, body in right.items()} | {
+        VOCABULARY: "ac1121d84e8d3115b222bcfaeb858637d4bcbbf6"}
+    hub = SimpleNamespace(files=right, checksums=checksums, sent={}, asked=[], has_list=True)
 
-    class Hub(BaseHTTPRequestHandler):
+    class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            body = b"{}" if self.path.endswith("vocab.json") else right
-            self.send_response(200)
-            self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+            name, listed = self.path.rpartition("/")[2], []
+            for file, body in hub.files.items():
+                found = dict(blobId=hub.checksums[file])
+                if file != VOCABULARY:  # the blob has a pointer to the file
+                    found = dict(blobId="0" * 40, lfs=dict(size=len(body), sha256=hub.checksums[file], pointerSize=130))
+                listed.append(dict(rfilename=file, **found))
+            is_list = self.path.startswith("/api/")
+            hub.asked += [name.partition("?")[0]] * (self.command == "GET")
+            body = json.dumps(dict(id="x", siblings=listed)).encode() if is_list else hub.files[name]
+            self.send_response(200 if hub.has_list or not is_list else 404)
+            self.send_header("ETag", f'"{hub.checksums.get(name)}"')
             self.send_header("X-Repo-Commit", "0" * 40)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             if self.command == "GET":
-                self.wfile.write(wrong if is_wrong and "train_000001" in self.path else body)
+                self.wfile.write(hub.sent.get(name, body))
 
         do_HEAD, log_message = do_GET, lambda *_: None
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE",
-                        f"{constants.ENDPOINT}/{{repo_id}}/resolve/{{revision}}/{{filename}}")
-    status, _, said = fetch("1", "--out", tmp_path / "shards")
-    assert status == 2 and "fineweb_train_000001.bin has SHA-256 " + hashlib.sha256(wrong).hexdigest() in said
-    assert [path.name for path in (tmp_path / "shards").glob("*.bin")] == ["fineweb_val_000000.bin"]
-    is_wrong = False
-    assert fetch("1", "--out", tmp_path / "shards")[0] == 0
-    assert (tmp_path / "shards/fineweb_train_000001.bin").read_bytes() == right
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(repo_info.__self__, "endpoint", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}")
+    yield hub
     server.shutdown()
+
+
+def read_files(folder):
+    """The files of the tool by name, and nothing else: no temporary file is left."""
+    return {path.name.removeprefix("gpt2_"): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("has_list", [True, False])
+def test_a_download_is_compared_with_the_checksum_of_the_hub(has_list, tmp_path, fetch, hub):
+    """A wrong last byte in the second shard: the download is removed. The next run downloads it again."""
+    out, hub.has_list = tmp_path / "data/shards", has_list
+    hub.sent[TRAIN] = hub.files[TRAIN][:-1] + b"\1"
+    status, _, said = fetch("1", "--out", out)
+    found = hashlib.sha256(hub.sent.pop(TRAIN)).hexdigest()
+    assert status == 2 and f"{TRAIN} has checksum {found}, but the hub has {hub.checksums[TRAIN]}" in said
+    assert read_files(out.parent) == {VAL: hub.files[VAL]}
+    status, said, _ = fetch("1", "--out", out)
+    assert status == 0 and ("not compared with the hub: 1 (" in said) == (not has_list)
+    assert read_files(out.parent) == hub.files and hub.asked.count(TRAIN) == 2 and hub.asked.count(VAL) == 1
+
+
+def test_kept_files_are_compared_with_the_checksum_of_the_hub(tmp_path, fetch, hub, monkeypatch):
+    """Two requests list the checksums. Zeros in the second half of a shard of the right size, and JSON that is not
+    the hub's, are replaced once the download is complete. Without the hub they are kept, and a line says so."""
+    out = tmp_path / "data/shards"
+    lists = ["fineweb10B-gpt2", "gpt2"]
+    assert fetch("1", "--out", out)[0] == 0 and hub.asked == [*lists, VAL, TRAIN, VOCABULARY]
+    size, kept = len(hub.files[TRAIN]), (out / VAL).stat()
+    bad = {**hub.files, TRAIN: hub.files[TRAIN][: size - 4] + bytes(4), VOCABULARY: b"{}"}
+    (out / TRAIN).write_bytes(bad[TRAIN])
+    (out.parent / "gpt2_vocab.json").write_bytes(bad[VOCABULARY])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        status, said, _ = fetch("1", "--out", out)
+    lines = [line for line in said.splitlines() if "not compared" in line]
+    assert status == 0 and len(lines) == 1 and "with the hub: 3 (OfflineModeIsEnabled: " in lines[0]
+    assert read_files(out.parent) == bad
+
+    hub.sent[TRAIN] = bytes(size)
+    assert fetch("1", "--out", out)[0] == 2 and read_files(out.parent) == bad
+    hub.sent.clear()
+    hub.asked.clear()
+    status, said, _ = fetch("1", "--out", out)
+    again = [Path(line.split()[0]).name for line in said.splitlines() if line.endswith("downloading it again")]
+    assert status == 0 and again == [TRAIN, "gpt2_vocab.json"] and "not compared" not in said
+    assert hub.asked == [*lists, TRAIN, VOCABULARY] and read_files(out.parent) == hub.files
+    hub.asked.clear()
+    assert fetch("1", "--out", out)[0] == 0 and hub.asked == lists
+    assert ((out / VAL).stat().st_ino, (out / VAL).stat().st_mtime_ns) == (kept.st_ino, kept.st_mtime_ns)
 
 
 def test_only_training_documents_have_pieces(shards):

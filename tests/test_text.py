@@ -411,9 +411,10 @@ def test_the_embedded_corpus_leaves_out_what_differs_between_builds():
     assert "+" not in text.torch_source_name()
 
 
-@pytest.mark.parametrize("damage", ["null", "{}", *NO_LISTS[1:], "train", "val", "short", "source"])
-def test_an_incomplete_corpus_is_built_again(damage, here, monkeypatch):
-    """A complete corpus stays unchanged. It has two files of PyTorch's source."""
+@pytest.mark.parametrize("damage", ["null", "{}", *NO_LISTS[1:], "train", "val", "short", "zeros", "source"])
+def test_an_incomplete_corpus_is_built_again(damage, here, monkeypatch, capsys):
+    """A complete corpus stays unchanged. It has two files of PyTorch's source. A line names a shard of the right size
+    with other tokens."""
     source, small_source = Path(gpt.torch.__file__).parent / "nn", Path("data", "torch_source")
     (here / "torch/nn").mkdir(parents=True)
     for name in ("functional.py", "init.py"):
@@ -428,14 +429,19 @@ def test_an_incomplete_corpus_is_built_again(damage, here, monkeypatch):
         (small_source / f"{damage}_000000.bin").unlink()
     elif damage == "short":
         os.truncate(small_source / "train_000000.bin", 5000)
+    elif damage == "zeros":
+        size = len(before["train_000000.bin"])
+        (small_source / "train_000000.bin").write_bytes(before["train_000000.bin"][: size // 2].ljust(size, b"\0"))
     elif damage == "source":
         (small_source / "corpus.json").write_text(json.dumps({**info, "source": "torch 1.0"}))
     else:
         for path in small_source.glob("*.bin"):
             path.unlink()
         (small_source / "corpus.json").write_text(damage)
+    capsys.readouterr()
     text.make_embedded_corpus()
     assert (read_shards(small_source), read_info(small_source)) == (before, info)
+    assert capsys.readouterr().out.count("train_000000.bin does not fit its SHA-256") == (damage == "zeros")
 
 
 @pytest.mark.parametrize("preset", text.PRESETS)
