@@ -229,7 +229,8 @@ class Config:
     telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
     tracker: str = option("off", "also send losses and measurements to this tool. Needs its package",
                           choices=("off", "trackio", "wandb"))
-    guard: bool = option(False, "if training diverges, roll back and lower the precision")
+    guard: bool = option(False, "if training diverges, roll back and lower the precision. It keeps two "
+                         "copies of the model, so an n-gram table above 2 GB is refused")
 
     # Shape of the network
     layers: tuple[LayerSpec, ...] = option((), "layers as JSON, or a .json file. (): layer_pattern. "
@@ -1593,6 +1594,17 @@ class Bucket:
         self.run_rule()
         self.clear()
 
+    def compute_update(self, update_rule: Callable):
+        """The change of this rank's values by the first update of a rule, float32. Copies are updated."""
+        new = self.shard.clone()
+        state = {key: tensor.clone() for key, tensor in self.state.items()}
+        for name in self.rule.moments:
+            state[name].zero_()
+        update_rule(new, self.grad, state, self.args)
+        if "low_bits" in state:
+            new = join_bits(new, state["low_bits"])
+        return new - self.read_shard()
+
     def run_rule(self):
         self.update_rule(self.shard, self.grad, self.state, self.args)
         return self.shard  # step_graphs need a result
@@ -1611,6 +1623,11 @@ class Bucket:
         self.reducing = None
         self.total.zero_()
 
+    def sum_bits(self):
+        """Checksum () of the values, int64. Each rank's shard has its own weight."""
+        shards = self.values.flatten().view(torch.int16).view(self.comm.world_size, -1)
+        return weighted_sum(shards.sum(1, dtype=torch.int64))
+
     def owned(self):
         """Yield (name, this rank's first unit of the parameter, slice of the shard) for each parameter."""
         start = self.comm.rank * len(self.shard)
@@ -1625,6 +1642,11 @@ class Bucket:
     def tensors(self):
         """This rank's values, as "", and state by its key: (M/N, ...) each."""
         return {"": self.shard, **self.state}
+
+
+def weighted_sum(x):
+    """x (n,), int64 -> 1 x[0] + 2 x[1] + ..."""
+    return (x * torch.arange(1, len(x) + 1, device=x.device)).sum()
 
 
 class Average(typing.NamedTuple):
@@ -1728,6 +1750,22 @@ class Optimizer:
                 bucket.finish()
 
     @torch.no_grad()
+    def check_ranks(self):
+        """Raise RunError on all ranks if one has other bits in parameters that all have, or in rows that it
+        reads. Not of one rank."""
+        if self.comm.world_size == 1:
+            return
+        self.finish()
+        checksum = torch.zeros((), dtype=torch.int64, device=self.numbers.device)
+        for bucket in self.buckets:
+            checksum = 31 * checksum + bucket.sum_bits()
+        checksums = self.comm.gather_objects(checksum.item())
+        for rank, found in enumerate(checksums):
+            if found != checksums[0]:
+                raise RunError(f"rank {rank} has other parameters than rank 0 after step {self.step_count}: "
+                               "a GPU or the network is at fault. --resume=PATH continues an earlier step")
+
+    @torch.no_grad()
     def step(self, state):
         """Update every due bucket. The next forward waits for the new values."""
         due = self.list_due()
@@ -1736,8 +1774,7 @@ class Optimizer:
         for bucket in due:
             if bucket.reducing is None:
                 bucket.start_reduce()
-        numbers = [self.compute_numbers(bucket, state) for bucket in self.buckets]
-        self.numbers.copy_(torch.tensor(numbers, dtype=self.numbers.dtype), non_blocking=True)
+        self.set_numbers(state)
         # 2. Last segment first, like its gradients: update this rank's shard, and send the new values
         for bucket in reversed(due):
             bucket.wait_for_gradient()
@@ -1747,6 +1784,11 @@ class Optimizer:
             self.update_averages()
         if self.model.is_tied and self.step_count > self.untie_step and self.bucket_of["head.weight"] in due:
             self.untie()
+
+    def set_numbers(self, state):
+        """Set the hyperparameters in the UpdateArgs of all buckets."""
+        numbers = [self.compute_numbers(bucket, state) for bucket in self.buckets]
+        self.numbers.copy_(torch.tensor(numbers, dtype=self.numbers.dtype), non_blocking=True)
 
     def compute_numbers(self, bucket, state):
         """The first fields of a bucket's UpdateArgs, except eps. step_count has counted this step."""
@@ -2082,8 +2124,8 @@ class TrainData:
             read += sequence.seq_len
         if read >= passed / 2:
             return ""
-        return (f"{read / passed:.1%} of the tokens are read, because documents are cut to max_doc_len and to "
-                "the end of a sequence: --sequence_start=anywhere reads all, a larger --max_doc_len more")
+        return (f"{read / passed:.1%} of the tokens are read, because documents are cut to max_doc_len and "
+                "at the end of a sequence: --sequence_start=anywhere reads all, a larger --max_doc_len more")
 
     def count_sequences(self, step: int):
         """Number of packed sequences before a step."""
@@ -2251,7 +2293,7 @@ def prefetch(batches: Iterator[Batch], device):
     give the thread its own team: four threads on two cores, and training waits for those that sleep."""
     def build():
         torch.cuda.set_device(device)  # a new thread uses device 0, so pinning would allocate there
-        return tree_map_only(Tensor, Tensor.pin_memory, next(batches, None))
+        return tree_map_only(Tensor, pin, next(batches, None))
 
     if device.type != "cuda":
         yield from batches
@@ -2302,6 +2344,7 @@ class Trainer:
         if "step_graphs" in rt.fast:
             self.graphs = add_step_graphs(model, self.optimizer.buckets)
         self.progress = Progress()
+        self.use_compile = rt.use_compile
         self.step_inputs: dict[int, tuple[tuple[int, int], StepInputs]] = {}  # by number of tokens
 
     def choose_operations(self, dtype, fast: frozenset[str]):
@@ -2336,12 +2379,30 @@ class Trainer:
     def validate(self, data, state, num_batches: int | None = None):
         """Mean loss of the first num_batches batches (None: all)."""
         self.optimizer.finish()
+        self.optimizer.check_ranks()
         rt, num_batches = self.rt, num_batches or data.num_batches
         total = torch.zeros((), dtype=torch.float64, device=rt.device)
         step_inputs = self.get_step_inputs(state, data.batch_tokens, self.cfg.val_seq_len)
         for batch, counts in data.batches(rt.comm, num_batches):
             total += self.model(move_batch(batch, rt.device), step_inputs, self.val_ops) * counts
         return rt.comm.all_reduce(total).item() / (num_batches * data.batch_tokens)
+
+    def remove_compiler(self):
+        """Run segments, head and updates as they are written, without graphs. Returns what this replaces."""
+        model = self.model
+        replaced = []
+        for owner, name in ((model, "run_segment"), (model, "sum_ngrams"), (model.head, "forward")):
+            replaced.append((owner, name, vars(owner).pop(name)))
+        for bucket in self.optimizer.buckets:
+            replaced.append((bucket, "update_rule", bucket.update_rule))
+            bucket.update_rule = bucket.rule.update
+            if "run_rule" in vars(bucket):
+                replaced.append((bucket, "run_rule", vars(bucket).pop("run_rule")))
+        return replaced
+
+    def restore_compiler(self, replaced: list[tuple[object, str, Callable]]):
+        for owner, name, function in replaced:
+            setattr(owner, name, function)
 
     def get_step_inputs(self, state, num_tokens: int, seq_len: int):
         """The model's inputs at a schedule state. Those of one shape stay in place, for step_graphs."""
@@ -2355,10 +2416,12 @@ class Trainer:
         return new
 
     def warm_up(self, train_data, val_data):
-        """Run every shape and window at least once, then restore parameters and optimizer state exactly."""
-        if not self.cfg.warmup_iterations:
-            return
-        saved, num_batches = Snapshot(self), min(self.rt.world_size, val_data.num_batches)
+        """Run every shape and window at least once, and compare compiled code with the code that it was made
+        from. Then restore parameters and optimizer state exactly. Returns lines for the log."""
+        if not self.cfg.warmup_iterations and not self.use_compile:
+            return []
+        saved = Snapshot(self, with_tables=False)
+        lines = []
         for table in self.optimizer.tables:  # a snapshot has no sparse tables
             table.is_dry = True
         # Large steps first: graphs of small ones fit into their memory. No data thread may disturb a capture
@@ -2370,7 +2433,10 @@ class Trainer:
             for _ in range(num_steps):
                 self.train_step(batches, self.schedule.at(start))
         print_phase("warm-up of the validation", self.rt)
-        self.validate(val_data, self.schedule.at(self.cfg.num_iterations), num_batches)
+        if self.use_compile:
+            lines = check_compiler(self, train_data, val_data)
+        else:
+            self.validate_once(val_data)
         saved.restore()
         for table in self.optimizer.tables:
             table.is_dry = False
@@ -2379,6 +2445,12 @@ class Trainer:
         del saved
         if self.rt.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.rt.device)
+        return lines
+
+    def validate_once(self, val_data):
+        """The final validation on one batch of each rank."""
+        num_batches = min(self.rt.world_size, val_data.num_batches)
+        return self.validate(val_data, self.schedule.at(self.cfg.num_iterations), num_batches)
 
 
 def train(cfg, rt, argv: list[str]):
@@ -2407,6 +2479,8 @@ def train(cfg, rt, argv: list[str]):
     checkpoints = Checkpoints(cfg, log, rt, train_data.bos)
     if saved:
         load_state(trainer, folder, saved)
+        checkpoints.newest = folder
+        checkpoints.newest_step = progress.step
 
     # Off the clock: lock the run and allocate memory for checkpoints (else the first save does), and warm up
     started = clock(rt.device)
@@ -2415,14 +2489,17 @@ def train(cfg, rt, argv: list[str]):
     with log, checkpoints, stop:
         log.print_start(train_data.describe_share(), resume_line)
         gc.set_threshold(100_000, 20, 100)  # the compilers make many objects
-        trainer.warm_up(train_data, val_data)
+        for line in trainer.warm_up(train_data, val_data):
+            log.print(line)
+        if rt.use_compile and not trainer.use_compile:
+            run["choices"]["compile"] = "off"
         gc.freeze()  # the garbage collector ignores all objects of the setup
         setup = dict(compile_time_s=round(clock(rt.device) - started, 2), data_setup_s=data_setup_s)
         if cfg.telemetry_every:
             Telemetry(trainer, log)  # wraps trainer.train_step
         guard = Guard(trainer, log) if cfg.guard else None
         stop.catch_signals()
-        rt.comm.barrier()
+        optimizer.check_ranks()  # they also wait for each other
         rt.comm.set_timeout(STEP_TIMEOUT)
 
         # On the clock, as published: prefix tokens, batches, steps, averages, the start of checkpoints
@@ -2460,15 +2537,25 @@ def train(cfg, rt, argv: list[str]):
                 if status:
                     checkpoints.end(status)  # raises RunError
 
-        # Final weights, validation and result
-        optimizer.apply_averages()
+        # The last step is saved before the final validation, which may need more memory than all before
         log.flush_losses()
+        status = stop.finish_exchange()
         with train_clock.paused():
             progress.train_time = train_clock.seconds
-            log.log_validation(trainer.validate(val_data, schedule.at(progress.step)), train_clock.seconds)
-        stop.finish_exchange()
+            checkpoints.save_last(trainer, must_save=bool(status))
+            if status:
+                checkpoints.end(status)
+
+        # Final weights, validation and result
+        optimizer.apply_averages()
+        with train_clock.paused():
+            progress.train_time = train_clock.seconds
+            with checkpoints.name_weights(), stop.at_once():
+                val_loss = trainer.validate(val_data, schedule.at(progress.step))
+            log.log_validation(val_loss, train_clock.seconds)
         log.finish({**setup, **measure_run(trainer, run)})
         checkpoints.write_model(trainer)
+        checkpoints.remove_last()
         if checkpoints.problem:
             raise RunError(checkpoints.problem)
 
@@ -2645,6 +2732,96 @@ class FormCheck:
             else:
                 kept.append(name)
         return kept
+
+
+# Largest relative errors that rounding explains, in float32 and in bfloat16. With FP8 four times as large
+COMPILER_LIMITS = dict(activations=(1e-3, 0.04), loss=(1e-4, 0.01), gradient=(1e-3, 0.1), update=(1e-2, 0.3))
+
+
+def check_compiler(trainer, train_data, val_data):
+    """Compare compiled code with the code that it was made from, on a validation batch and a training batch:
+    activations, losses, the gradient of each bucket and its update. If they differ on any rank, the compiler
+    is off on all ranks. Changes parameters and state. Returns lines for the log."""
+    optimizer, comm, device = trainer.optimizer, trainer.rt.comm, trainer.rt.device
+    optimizer.finish()
+    generator = torch.Generator(device)
+    for i, param in enumerate(trainer.model.parameters()):
+        if not param.spec.is_table:  # zeros would hide faults. All ranks draw the same numbers
+            std = 0.2 if param.dim() < 2 else param.size(-1) ** -0.5
+            noise = torch.randn(param.shape, generator=generator.manual_seed(i), device=device)
+            param.data.add_(noise, alpha=std)
+    _, first_step, _ = trainer.schedule.stage_ranges()[-1]
+    state = trainer.schedule.at(first_step)
+    batch = move_batch(next(train_data.batches(comm, first_step, first_step + 1)), device)
+    val_batch, _ = next(val_data.batches(comm, 1))
+    val_batch = move_batch(val_batch, device)
+
+    # Compiled and plain results by (kind, name)
+    compiled = run_batches(trainer, state, batch, val_batch, val_data)
+    plain = {}
+    optimizer.step_count = max(optimizer.step_count, trainer.cfg.adam_every)  # all groups have an update
+    optimizer.set_numbers(state)
+    for bucket in optimizer.buckets:  # random gradients have full rank, so rounding changes updates little
+        bucket.grad.normal_(generator=generator)
+        compiled["update", bucket.name] = bucket.compute_update(bucket.update_rule)
+        plain["update", bucket.name] = bucket.compute_update(bucket.rule.update)
+    replaced = trainer.remove_compiler()
+    lines = []
+    try:
+        plain |= run_batches(trainer, state, batch, val_batch, val_data)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        lines.append("gradients of compiled code were not compared, because they need too much memory")
+        with torch.no_grad():
+            plain |= run_batches(trainer, state, batch, val_batch, val_data)
+
+    problem = ""
+    for (kind, name), expected in plain.items():
+        limit = COMPILER_LIMITS[kind][trainer.ops.dtype != torch.float32]
+        if trainer.fast & {*FP8_FORMS} and name != "validation":
+            limit *= 4
+        error = measure_norm(compiled[kind, name] - expected)
+        if not error <= limit * measure_norm(expected):
+            problem = f"{kind} of {name} differs by {error / measure_norm(expected):.2g}"
+            break
+    problem = max(comm.gather_objects(problem))
+    if problem:
+        trainer.use_compile = False
+        for graphs in trainer.graphs:
+            graphs.graphs.clear()
+        return [*lines, f"torch.compile: off ({problem} from the code without it)"]
+    trainer.restore_compiler(replaced)
+    return lines
+
+
+def run_batches(trainer, state, batch, val_batch, val_data):
+    """Activations and losses of both batches, and if gradients are enabled those of each bucket."""
+    model, cfg, buckets = trainer.model, trainer.cfg, trainer.optimizer.buckets
+    for bucket in buckets:
+        bucket.clear()
+    results = {}
+    with torch.no_grad():
+        val_state = trainer.schedule.at(cfg.num_iterations)
+        step_inputs = trainer.get_step_inputs(val_state, val_data.batch_tokens, cfg.val_seq_len)
+        x = model.run_layers(val_batch, step_inputs, trainer.val_ops)
+        loss = model.head(x, val_batch.targets, step_inputs, None, None, trainer.val_ops)
+    results["activations", "validation"] = x
+    results["loss", "validation"] = loss
+    step_inputs = trainer.get_step_inputs(state, len(batch.inputs), state.stage.seq_len)
+    loss_weights = torch.tensor(state.loss_weights, device=trainer.rt.device)
+    x = model.run_layers(batch, step_inputs, trainer.ops)
+    loss = model.head(x, batch.targets, step_inputs, loss_weights, batch.classes, trainer.ops)
+    results["activations", "training"] = x.detach().clone()
+    results["loss", "training"] = loss.detach()
+    if loss.requires_grad:
+        loss.backward()
+        for bucket in buckets:
+            bucket.wait_for_gradient()
+            gradient = bucket.grad if bucket.total is None else bucket.total
+            results["gradient", bucket.name] = gradient.clone()
+        for scale in trainer.fp8_scales.leaves:
+            scale.grad = None
+    return results
 
 # ==== STEP GRAPHS ==========================================================================================
 # With step_graphs the segments, the head and the updates are CUDA graphs. A replay is one launch, so the GPU
@@ -3452,6 +3629,7 @@ class Table(Bucket):
     visits only rows with a gradient. The last row of the shard is then padding. Source: record 92."""
 
     ROWS_AT_ONCE = 2**17  # largest number of rows in one call of the update rule
+    CHECKED_ROWS = 128  # rows that all ranks compare
 
     def store(self, cfg):
         """The parameter becomes this rank's rows."""
@@ -3525,23 +3703,45 @@ class Table(Bucket):
         if not self.is_sparse:
             super().update()
             return
+        for part, grad in self.split_rows():
+            new, state = self.read_rows(part)
+            self.update_rule(new, grad, state, self.args)  # changes them in place
+            if not self.is_dry:
+                self.shard[part] = new
+                for key, values in state.items():
+                    self.state[key][part] = values
+        self.clear()
+
+    def split_rows(self):
+        """Rows and gradients of an update in parts. Their size is a power of 2: few shapes compile."""
         num_rows = len(self.rows)
-        size = min(self.ROWS_AT_ONCE, 1 << (num_rows - 1).bit_length())  # a power of 2: few shapes compile
+        size = min(self.ROWS_AT_ONCE, 1 << (num_rows - 1).bit_length())
         padding = -num_rows % size
         rows = F.pad(self.rows, (0, padding), value=len(self.shard) - 1)
         grad = F.pad(self.grad, (0, 0, 0, padding))
-        tensors = [self.shard, *self.state.values()]
-        for part, part_grad in zip(rows.split(size), grad.split(size)):
-            new = [tensor[part] for tensor in tensors]
-            state = dict(zip(self.state, new[1:]))
-            self.update_rule(new[0], part_grad, state, self.args)  # changes `new` in place
-            for tensor, values in zip(tensors, new):
-                if not self.is_dry:
-                    tensor[part] = values
-        self.clear()
+        return zip(rows.split(size), grad.split(size))
+
+    def read_rows(self, rows):
+        """Copies of these rows (n, D) and of their state."""
+        return self.shard[rows], {key: tensor[rows] for key, tensor in self.state.items()}
+
+    def compute_update(self, update_rule: Callable):
+        if not self.is_sparse:
+            return super().compute_update(update_rule)
+        rows, grad = next(self.split_rows())
+        new, state = self.read_rows(rows)
+        update_rule(new, grad, state, self.args)
+        return new - self.shard[rows]
 
     def start_gather(self):
         """Forward fetches the rows that it needs."""
+
+    def sum_bits(self):
+        """Checksum () of rows that every rank reads from their owners, int64."""
+        rows = np.linspace(0, self.num_rows - 1, self.CHECKED_ROWS).astype(np.int64)
+        plan = plan_rows([rows] * self.comm.world_size, self.comm.rank, self.num_rows)
+        read = self.start_reading(move_batch(plan, self.shard.device))
+        return weighted_sum(read().contiguous().view(torch.int16).sum(1, dtype=torch.int64))
 
     def gather(self):
         """The whole table (R, D), on the CPU."""
@@ -3590,6 +3790,15 @@ class RunError(Exception):
     def __init__(self, message: str, status: int = 1):
         super().__init__(message)
         self.status = status  # 1: failed, 2: bad input, 128 + n: stopped by signal n
+
+
+@contextmanager
+def file_errors():
+    """Turn an error of the file system, e.g. of a full disk, into a RunError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -3745,18 +3954,35 @@ def record_event(device):
     return event
 
 
+def pin(tensor):
+    """The tensor in pinned memory. If the system has too little of it, as WSL2, the tensor itself."""
+    try:
+        return tensor.pin_memory()
+    except RuntimeError as error:
+        print_once(f"copies to and from the GPU are slow: pin_memory fails ({str(error).splitlines()[0]})")
+        return tensor
+
+
+@functools.cache
+def print_once(line: str):
+    print(line, flush=True)
+
+
 class Stop(AbstractContextManager):
     """A request to stop, which all ranks follow after the same step, with several ranks one step later."""
 
     def __init__(self, rt):
         self.rt, self.work, self.flag = rt, None, torch.zeros(1, dtype=torch.int64)
         self.requested = 0  # exit status that this rank asks for. 0: go on
+        self.is_immediate = False
         self.old_handlers = {}
 
     def catch_signals(self):
         """Turn SIGINT, SIGTERM and SIGUSR1 into requests. On one rank the next signal acts as in Python.
         Outside the main thread nothing is caught. A signal that is ignored stays ignored."""
         def handle(signum: int, _frame):
+            if self.is_immediate:
+                raise RunError(f"stopped by {signal.Signals(signum).name}", 128 + signum)
             self.requested = self.requested or 128 + signum
             if self.rt.world_size == 1:  # a terminal and torchrun may both send a signal to several ranks
                 signal.signal(signum, self.old_handlers[signum])
@@ -3770,6 +3996,15 @@ class Stop(AbstractContextManager):
         for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
 
+    @contextmanager
+    def at_once(self):
+        """A signal ends this block: RunError."""
+        self.is_immediate = True
+        try:
+            yield
+        finally:
+            self.is_immediate = False
+
     def exchange(self):
         """The exit status that any rank asks for, or 0. All ranks call it after each step."""
         if self.rt.world_size == 1:
@@ -3780,7 +4015,9 @@ class Stop(AbstractContextManager):
         return status
 
     def finish_exchange(self):
-        """Finish the communication of the last exchange()."""
+        """Finish the last exchange(). Returns the exit status that any rank asks for, or 0."""
+        if self.rt.world_size == 1:
+            return self.requested
         if self.work is not None:
             self.work.wait()
         return self.flag.item()
@@ -3916,6 +4153,7 @@ class Shard:
         return np.minimum(np.diff(self.bounds), max_doc_len).cumsum()
 
 
+@file_errors()
 def read_shard_header(path: str):
     """Read (number of tokens, vocabulary size, BOS) of a shard. RunError if header or size is wrong."""
     header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
@@ -3928,6 +4166,7 @@ def read_shard_header(path: str):
     return int(header[2]), int(header[3]) or 50257, int(header[4]) or 50256
 
 
+@file_errors()
 def open_shard(path: str, vocab_size: int):
     """Map and check a .bin shard. RunError names the file and the problem."""
     num_tokens, shard_vocab, bos = read_shard_header(path)
@@ -4111,7 +4350,7 @@ def load_preset(name: str):
                 return dataclasses.replace(cfg, record="", resume="", out=".")
             parent, name = content.pop("parent"), path.stem
             changes = content.get("options", content)
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path} is no result, and no preset, as {{\"parent\": \"laptop\", "
                            f"\"num_layers\": 6}}: {error!r}", 2) from None
     return change_options(load_preset(parent) if parent else Config(), {**changes, "preset": name})
@@ -4242,6 +4481,9 @@ def find_problems(cfg):
                or stage.tokens_per_step % stage.seq_len != 0,
                f"seq_len={stage.seq_len}: give a multiple of {BLOCK} that divides tokens_per_step="
                f"{stage.tokens_per_step}, at most --micro_batch_tokens={longest}")
+    table_bytes = cfg.ngram_rows * cfg.model_dim * getattr(torch, cfg.embed_dtype).itemsize
+    yield (cfg.guard and table_bytes > 2 * 10**9,
+           f"--guard=on copies the n-gram table, which has {table_bytes / 1e9:.1f} GB: give --guard=off")
     least_rows = 2 * (cfg.ngram_order - 1)  # two for each length
     yield 0 < cfg.ngram_rows < least_rows, f"--ngram_rows={cfg.ngram_rows}: give 0, or at least {least_rows}"
     yield len(cfg.val_windows) not in (0, 2), f"--val_windows={cfg.val_windows}: give long,short"
@@ -4421,6 +4663,7 @@ def find_result_folder(cfg):
     return existing[0] if existing else root / f"{time.strftime('%Y-%m-%d', time.gmtime())}_{cfg.record}"
 
 
+@file_errors()
 def find_conflict(cfg, run: dict):
     """The reason why this run's folders or record's results do not fit it, or ""."""
     results = find_result_folder(cfg)
@@ -4464,6 +4707,7 @@ class RunLog:
         self.train_points = list(saved.get("train_points", ()))  # [step, loss], the mean of all ranks
         self.waiting = []  # (step, loss of this rank, seconds on the clock)
 
+    @file_errors()
     def __enter__(self):
         suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard else (".txt",)
         for suffix in suffixes if self.rt.is_main else ():
@@ -4472,19 +4716,47 @@ class RunLog:
         if self.files and not self.files[".txt"].tell():
             self.write(".txt", f"{json.dumps(self.run)}\n{'=' * 100}")
         if self.rt.is_main and self.cfg.tracker != "off":
-            self.tracker = importlib.import_module(self.cfg.tracker)  # wandb and trackio have one interface
-            self.tracker.init(project="train_gpt", name=self.run["run_id"], config=self.run["config"])
+            name = self.cfg.tracker  # trackio and wandb have one interface
+            try:
+                self.tracker = importlib.import_module(name)
+            except ImportError as error:
+                raise RunError(f"--tracker={name} needs its package ({error}): pip install {name}",
+                               2) from None
+            self.call_tracker("init", project="train_gpt", name=self.run["run_id"],
+                              config=self.run["config"])
         return self
+
+    def call_tracker(self, function: str, *args, **options):
+        """Call the tracker, if there is one. If it raises, the run goes on without it, with a line."""
+        if self.tracker is None:
+            return
+        try:
+            getattr(self.tracker, function)(*args, **options)
+        except Exception as error:  # e.g. of its network
+            self.tracker = None
+            self.print(f"--tracker={self.cfg.tracker} is off: {function}() raises {error!r}"[:200])
 
     def __exit__(self, _kind, error, _trace):
         if self.bar is not None:
             self.bar.close()
-        if self.tracker:
-            self.tracker.finish()
+        self.call_tracker("finish")
         if isinstance(error, RunError):
             self.write(".txt", str(error))
+        elif isinstance(error, Exception):
+            error.add_note(self.describe_escape())
         for file in self.files.values():
             file.close()
+
+    def describe_escape(self):
+        """What to try after an unexpected error. It becomes the last line of its traceback."""
+        ways = []
+        if self.rt.fast:
+            ways.append(f"--fast=off (this run has {', '.join(sorted(self.rt.fast))})")
+        if self.rt.use_compile:
+            ways.append("--compile=off, or an empty folder TORCHINDUCTOR_CACHE_DIR")
+        if not ways:
+            return ""
+        return f"train_gpt.py: if the cause is not an edit of your own, try {' and '.join(ways)}"
 
     def write(self, suffix: str, line: str):
         with suppress(KeyError, OSError):  # a full disk does not end a run
@@ -4495,9 +4767,10 @@ class RunLog:
         print0(text, self.rt)
 
     def write_event(self, event: str, step: int, **entries):
+        if self.cfg.tracker != "off":
+            self.flush_losses()  # trackers drop steps before the last one
         self.write(".jsonl", json.dumps(dict(event=event, step=step, **entries)))
-        if self.tracker:
-            self.tracker.log({event: entries}, step=step)
+        self.call_tracker("log", {event: entries}, step=step)
 
     def print_start(self, *lines: str):
         """Print sizes, choices and further lines, and begin to show progress."""
@@ -4545,6 +4818,7 @@ class RunLog:
         mean = self.rt.comm.all_reduce(torch.stack(losses)) / self.rt.world_size
         for step, loss, seconds in zip(steps, mean.tolist(), times):
             self.train_points.append([step, loss])
+            self.call_tracker("log", dict(train_loss=loss), step=step)
             self.write(".txt", f"step:{step}/{self.cfg.num_iterations} train_time:{1000 * seconds:.0f}ms "
                                f"step_avg:{1000 * seconds / step:.2f}ms train_loss:{loss:.4f}")
             self.check_loss("training", step, loss)
@@ -4555,6 +4829,7 @@ class RunLog:
         if not math.isfinite(loss) and (not self.cfg.guard or is_last):
             raise RunError(f"the {kind} loss of step {step} is {loss}: lower the learning rates")
 
+    @file_errors()
     def finish(self, measured: dict):
         """Write the script and the result, and print a summary."""
         if not self.rt.is_main:
@@ -4738,9 +5013,13 @@ class Checkpoints(AbstractContextManager):
 
     KEPT = 2
     MODEL_BYTES = 10**9  # limit of model.pt
+    LAST_BYTES = 8 * 10**9  # limit of a checkpoint of the last step without --checkpoint_every
 
     def __init__(self, cfg, log, rt, bos: int):
         self.folder = find_key_folder(cfg, log.run) / log.run["run_id"]
+        self.newest: Path | None = None  # the last checkpoint that was loaded or saved
+        self.newest_step = -1
+        self.is_extra = False  # whether it is removed once the result is written
         self.log, self.rt, self.bos, self.lock = log, rt, bos, None
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
         self.problem = ""  # of the last write
@@ -4751,6 +5030,7 @@ class Checkpoints(AbstractContextManager):
         if self.lock:
             self.lock.close()
 
+    @file_errors()
     def start(self, trainer):
         """Make and lock the folder, and allocate memory for copies. All ranks must call it."""
         problem = ""
@@ -4766,7 +5046,9 @@ class Checkpoints(AbstractContextManager):
                 if read_step(step) > trainer.progress.step and not is_whole(step, Runtime()):
                     remove_step(step)
         for entry, rows in collect_rows(trainer).items():
-            self.copies[entry] = torch.empty_like(rows, device="cpu", pin_memory=rows.is_cuda)
+            self.copies[entry] = torch.empty_like(rows, device="cpu")
+            if rows.is_cuda:
+                self.copies[entry] = pin(self.copies[entry])
 
     def save(self, trainer, must_wait: bool = False):
         """Write step_<step>/ in the background, after the end of the last write. All ranks must call it. The
@@ -4776,7 +5058,8 @@ class Checkpoints(AbstractContextManager):
             self.start(trainer)
         for entry, rows in collect_rows(trainer).items():
             self.copies[entry].copy_(rows, non_blocking=True)
-        folder = self.newest = self.folder / f"step_{trainer.progress.step:06d}"
+        self.newest_step = trainer.progress.step
+        self.newest = folder = self.folder / f"step_{self.newest_step:06d}"
         metadata = json.dumps(dict(
             self.log.run, progress=dataclasses.asdict(trainer.progress), is_tied=trainer.model.is_tied,
             optimizer_steps=trainer.optimizer.step_count, bos=self.bos, val_points=self.log.val_points,
@@ -4813,6 +5096,44 @@ class Checkpoints(AbstractContextManager):
             for step in list_steps(self.folder)[self.KEPT :]:
                 remove_step(step)
 
+    def count_bytes(self, tensors: Iterable[Tensor]):
+        """Bytes of the tensors of all ranks. All ranks must call it."""
+        return sum(self.rt.comm.gather_objects(sum(tensor.nbytes for tensor in tensors)))
+
+    def save_last(self, trainer, must_save: bool):
+        """Save the last step, unless it is saved, or large and not must_save. All ranks must call it."""
+        step = trainer.progress.step
+        if self.newest_step == step:
+            return
+        num_bytes = self.count_bytes(collect_rows(trainer).values())
+        if num_bytes > self.LAST_BYTES and not must_save:
+            self.log.print(f"the weights are not saved, because a checkpoint has {num_bytes / 1e9:.0f} GB: "
+                           f"--checkpoint_every={step} saves them")
+            return
+        self.save(trainer, must_wait=True)
+        self.is_extra = not must_save and not self.problem
+
+    def remove_last(self):
+        if self.is_extra and self.rt.is_main:
+            remove_step(self.newest)
+
+    @contextmanager
+    def name_weights(self):
+        """If the final validation fails or is stopped, say where the weights are, and how to validate them."""
+        try:
+            yield
+        except Exception as error:
+            status = getattr(error, "status", 1)
+            has_weights = self.newest_step == self.log.progress.step and not self.problem
+            if not has_weights or isinstance(error, RunError) and status < 128:
+                raise
+            reason = str(error).strip().splitlines() or [repr(error)]
+            line = (f"in the final validation: {reason[0]}. {self.newest} has the weights. --resume=auto "
+                    f"validates them, with another --val_seq_len --resume={self.newest}")
+            if isinstance(error, (RunError, torch.OutOfMemoryError)):
+                raise RunError(line, status) from None
+            raise RunError(line, status) from error
+
     def end(self, status: int):
         """End the run after a checkpoint. All ranks must call it."""
         if self.problem:
@@ -4826,20 +5147,21 @@ class Checkpoints(AbstractContextManager):
     def write_model(self, trainer):
         """Write model.pt: config and parameters, if they are small. All ranks must call it."""
         buckets = trainer.optimizer.buckets
-        if sum(bucket.shard.nbytes for bucket in buckets) * self.rt.world_size > self.MODEL_BYTES:
+        if self.count_bytes(bucket.shard for bucket in buckets) > self.MODEL_BYTES:
             return
         tensors = {name: (bucket.gather() if isinstance(bucket, Table) else param).detach().cpu()
                    for bucket in buckets for name, param in bucket.params.items()}
         if self.rt.is_main:
             path = self.folder / "model.pt"
             metadata = json.dumps(dict(self.log.run, is_tied=trainer.model.is_tied, bos=self.bos))
-            write_atomic(path, functools.partial(torch.save, dict(metadata=metadata, tensors=tensors)))
+            with file_errors():
+                write_atomic(path, functools.partial(torch.save, dict(metadata=metadata, tensors=tensors)))
             print0(f"sample:          ./run.sh records/sample.py '{path}' --prompt=...", self.rt)
 
 
-def list_tensors(trainer):
-    """All tensors that training changes, except of tables with sparse updates."""
-    buckets = [bucket for bucket in trainer.optimizer.buckets if not bucket.rule.row_state]
+def list_tensors(trainer, with_tables: bool):
+    """All tensors that training changes. Of tables with sparse updates only with_tables."""
+    buckets = [bucket for bucket in trainer.optimizer.buckets if with_tables or not bucket.rule.row_state]
     tensors = [tensor for bucket in buckets for tensor in (bucket.values, *bucket.state.values())]
     return [*tensors, *trainer.fp8_scales.leaves]
 
@@ -4847,11 +5169,12 @@ def list_tensors(trainer):
 class Snapshot:
     """A copy in memory of parameters and optimizer state at one step."""
 
-    def __init__(self, trainer):
+    def __init__(self, trainer, with_tables: bool = True):
         self.trainer = trainer
+        self.with_tables = with_tables
         trainer.optimizer.finish()
         self.step_count, self.is_tied = trainer.optimizer.step_count, trainer.model.is_tied
-        self.copies = [tensor.clone() for tensor in list_tensors(trainer)]
+        self.copies = [tensor.clone() for tensor in list_tensors(trainer, with_tables)]
 
     def restore(self):
         """Restore the snapshot exactly, and discard all gradients."""
@@ -4859,7 +5182,7 @@ class Snapshot:
         optimizer.finish()
         optimizer.step_count = self.step_count
         optimizer.set_tied(self.is_tied)
-        for tensor, copy in zip(list_tensors(self.trainer), self.copies):
+        for tensor, copy in zip(list_tensors(self.trainer, self.with_tables), self.copies):
             tensor.data.copy_(copy)
         for bucket in optimizer.buckets:
             bucket.clear()
@@ -5032,17 +5355,17 @@ def main(argv: list[str]):
         elif rank == 0:
             derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
             derived["mechanisms"] = sorted(list_parts(cfg))
-            print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1), flush=True)
+            with file_errors():
+                print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1), flush=True)
     except RunError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         status, line = error.status, f"{'error: ' if error.status < 128 else ''}{error}"
     except KeyboardInterrupt:
         status, line = 130, "stopped by SIGINT"
-    except Exception as error:
+    except Exception:
         status = 1
-        if getattr(error, "errno", 0) or isinstance(error, ModuleNotFoundError):
-            line = f"error: {error}"  # of a file, or of --tracker
-        else:
-            traceback.print_exc()
+        traceback.print_exc()
     if line and (rank == 0 or status < 128):
         if rank:  # rank 0 prints what all ranks see, and torchrun then ends this rank
             time.sleep(3)
