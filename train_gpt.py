@@ -62,6 +62,7 @@ if __name__ == "__main__":  # as run.sh, before PyTorch loads OpenMP: its waitin
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before a process group exists: its defaults would hold the group
 import torch.nn.functional as F
 import torch.utils.benchmark as benchmark
 from torch import Tensor, nn
@@ -5107,8 +5108,8 @@ class Checkpoints(AbstractContextManager):
             return
         num_bytes = self.count_bytes(collect_rows(trainer).values())
         if num_bytes > self.LAST_BYTES and not must_save:
-            self.log.print(f"the weights are not saved, because a checkpoint has {num_bytes / 1e9:.0f} GB: "
-                           f"--checkpoint_every={step} saves them")
+            size = f"{num_bytes / 1e9:.0f} GB"
+            self.log.print(f"no checkpoint, because it has {size}: --checkpoint_every={step} writes it")
             return
         self.save(trainer, must_wait=True)
         self.is_extra = not must_save and not self.problem
@@ -5128,8 +5129,8 @@ class Checkpoints(AbstractContextManager):
             if not has_weights or isinstance(error, RunError) and status < 128:
                 raise
             reason = str(error).strip().splitlines() or [repr(error)]
-            line = (f"in the final validation: {reason[0]}. {self.newest} has the weights. --resume=auto "
-                    f"validates them, with another --val_seq_len --resume={self.newest}")
+            line = (f"in the final validation: {reason[0]}. {self.newest} has the weights: --resume=auto "
+                    f"validates them. With less memory: --resume={self.newest} --val_seq_len=...")
             if isinstance(error, (RunError, torch.OutOfMemoryError)):
                 raise RunError(line, status) from None
             raise RunError(line, status) from error

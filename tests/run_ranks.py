@@ -21,7 +21,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 from cpu_graphs import graphs_on_cpu  # noqa: E402
