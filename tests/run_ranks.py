@@ -142,8 +142,8 @@ def scales(out: str) -> None:
 
 
 def fail(mode: str, at_rank: str, *argv: str) -> int:
-    """A real run in which one rank fails, or gets a signal, in a step. Mode "none" has no failure. at_rank: RANK or
-    RANK@STEP, without the steps of the warm-up. The default is step 5."""
+    """A real run in which one rank fails, or gets a signal, in a step, or cannot save it ("full disk"). Mode "none" has
+    no failure. at_rank: RANK or RANK@STEP, without the steps of the warm-up. The default is step 5."""
     torch.set_num_threads(1)
     gpt.STEP_TIMEOUT = datetime.timedelta(seconds=20)  # a sixth of the real one
     real, write, end_step, catch_signals = (
@@ -160,6 +160,11 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
         time.sleep(21 if path.suffix == ".pt" else 0)  # longer than STEP_TIMEOUT
         write(path, *more)
 
+    def refuse(path, *more):
+        if path.match(f"step_{int(at_step or 5):06d}/rank{at_rank}.pt"):
+            raise OSError(28, "No space left on device", str(path))
+        write(path, *more)
+
     def train_step(trainer, *args):
         if is_warm and trainer.progress.step + 1 == int(at_step or 5) and trainer.rt.comm.rank == int(at_rank):
             if mode == "raise":
@@ -172,6 +177,8 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
 
     if mode == "slow disk":
         gpt.write_atomic = write_slowly
+    if mode == "full disk":
+        gpt.write_atomic = refuse
     if mode == "nan":
         gpt.Guard.end_step = end_step_and_compare
     gpt.Trainer.train_step = train_step

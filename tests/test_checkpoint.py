@@ -273,6 +273,15 @@ def test_a_slow_disk_is_no_stall(shards, here):
     assert list_saved() == ["step_000003", "step_000006"]
 
 
+def test_all_ranks_learn_of_a_write_error(shards, here):
+    """Rank 1 cannot write its part of the last step. All ranks say so, and nothing of the step is left."""
+    args = [ONE_SEQUENCE, "--num_iterations=5", "--tokens_per_step=1024", "--checkpoint_every=4", AT_THE_END]
+    errors = train_ranks(2, "full disk", shards, *args, status=1)
+    assert list_saved() == ["step_000004"] and list(Path("logs").glob("*.json"))
+    line = rf"(train_gpt.py: error: {find_saved(4).parent}/step_000005 was not written: .*/rank1.pt'\n)\1"
+    assert re.fullmatch(line, errors)  # a line of each rank, because no torchrun ends rank 1
+
+
 # ---- signals --------------------------------------------------------------------------------------------------------
 
 
