@@ -589,6 +589,18 @@ def test_what_does_not_fit_is_refused(shards, saved, here, capsys, args):
     assert sorted(Path("checkpoints").rglob("*")) == before and not list(Path("logs").glob("*"))
 
 
+def test_rank_0_checks_the_files_of_all_ranks(shards, here):
+    """Of newer steps, in a run of two. One without the end of rank 1's file is removed, and a whole one stays."""
+    for step in (Path("late/step_000004"), Path("late/step_000003")):
+        step.mkdir(parents=True)
+        (step / "state.json").write_text(json.dumps(dict(hardware=dict(ranks=2))))
+        for rank in range(2):
+            torch.save({"head.weight//0": torch.zeros(9)}, step / f"rank{rank}.pt")
+    put(lambda data: data[:-9], "rank1.pt")(step)
+    train_ranks(2, "late", shards, "--num_iterations=2", "--tokens_per_step=1024", "--checkpoint_every=2", AT_THE_END)
+    assert list_saved() == ["step_000002", "step_000004"]
+
+
 @pytest.mark.slow
 def test_ranks_agree_on_the_newest_whole_step(shards, here):
     """Rank 1 checks the damaged file, and rank 0 only its own. Both fall back."""
