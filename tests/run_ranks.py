@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -140,12 +141,13 @@ def scales(out: str) -> None:
 
 
 def fail(mode: str, at_rank: str, *argv: str) -> int:
-    """A real run in which one rank fails, or gets a signal, in a step. Mode "none" has no failure. at_rank: RANK or
+    """A real run in which one rank fails, or gets a signal, in a step, or cannot save it ("full disk"). "none": no
+    failure. "late": none, but while rank 0 locks the run, an older process adds the steps in late/. at_rank: RANK or
     RANK@STEP, without the steps of the warm-up. The default is step 5."""
     torch.set_num_threads(1)
     gpt.STEP_TIMEOUT = datetime.timedelta(seconds=20)  # a sixth of the real one
-    real, write, end_step, catch_signals = (
-        gpt.Trainer.train_step, gpt.write_atomic, gpt.Guard.end_step, gpt.Stop.catch_signals)
+    real, write, end_step, catch_signals, lock = (
+        gpt.Trainer.train_step, gpt.write_atomic, gpt.Guard.end_step, gpt.Stop.catch_signals, gpt.lock_run)
     at_rank, _, at_step = at_rank.partition("@")
     signals, is_warm = dict(kill=signal.SIGKILL, freeze=signal.SIGSTOP, term=signal.SIGTERM, int=signal.SIGINT), []
 
@@ -156,6 +158,11 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
 
     def write_slowly(path, *more):
         time.sleep(21 if path.suffix == ".pt" else 0)  # longer than STEP_TIMEOUT
+        write(path, *more)
+
+    def refuse(path, *more):
+        if path.match(f"step_{int(at_step or 5):06d}/rank{at_rank}.pt"):
+            raise OSError(28, "No space left on device", str(path))
         write(path, *more)
 
     def train_step(trainer, *args):
@@ -170,6 +177,10 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
 
     if mode == "slow disk":
         gpt.write_atomic = write_slowly
+    if mode == "full disk":
+        gpt.write_atomic = refuse
+    if mode == "late":
+        gpt.lock_run = lambda folder: lock(shutil.copytree("late", folder, dirs_exist_ok=True))
     if mode == "nan":
         gpt.Guard.end_step = end_step_and_compare
     gpt.Trainer.train_step = train_step

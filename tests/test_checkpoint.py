@@ -273,6 +273,15 @@ def test_a_slow_disk_is_no_stall(shards, here):
     assert list_saved() == ["step_000003", "step_000006"]
 
 
+def test_all_ranks_learn_of_a_write_error(shards, here):
+    """Rank 1 cannot write its part of the last step. All ranks say so, and nothing of the step is left."""
+    args = [ONE_SEQUENCE, "--num_iterations=5", "--tokens_per_step=1024", "--checkpoint_every=4", AT_THE_END]
+    errors = train_ranks(2, "full disk", shards, *args, status=1)
+    assert list_saved() == ["step_000004"] and list(Path("logs").glob("*.json"))
+    line = rf"(train_gpt.py: error: {find_saved(4).parent}/step_000005 was not written: .*/rank1.pt'\n)\1"
+    assert re.fullmatch(line, errors)  # a line of each rank, because no torchrun ends rank 1
+
+
 # ---- signals --------------------------------------------------------------------------------------------------------
 
 
@@ -578,6 +587,18 @@ def test_what_does_not_fit_is_refused(shards, saved, here, capsys, args):
     errors = capsys.readouterr().err
     assert errors.startswith("train_gpt.py: error: ") and errors.count("\n") == 1
     assert sorted(Path("checkpoints").rglob("*")) == before and not list(Path("logs").glob("*"))
+
+
+def test_rank_0_checks_the_files_of_all_ranks(shards, here):
+    """Of newer steps, in a run of two. One without the end of rank 1's file is removed, and a whole one stays."""
+    for step in (Path("late/step_000004"), Path("late/step_000003")):
+        step.mkdir(parents=True)
+        (step / "state.json").write_text(json.dumps(dict(hardware=dict(ranks=2))))
+        for rank in range(2):
+            torch.save({"head.weight//0": torch.zeros(9)}, step / f"rank{rank}.pt")
+    put(lambda data: data[:-9], "rank1.pt")(step)
+    train_ranks(2, "late", shards, "--num_iterations=2", "--tokens_per_step=1024", "--checkpoint_every=2", AT_THE_END)
+    assert list_saved() == ["step_000002", "step_000004"]
 
 
 @pytest.mark.slow

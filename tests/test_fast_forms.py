@@ -188,6 +188,11 @@ EDITS = {  # of plain forms: (name of the function or class, fast forms that com
     ("F.cross_entropy(logits, target, ignore", "F.cross_entropy(1.0001 * logits, target, ignore"):
         ("head_loss", "head_loss, fp8_head"),
     ("logits = logits + self.shift", "logits = logits + 1.0001 * self.shift"): ("Softcap", "head_loss, fp8_head"),
+    ("eps=RMS_EPS)\n", "eps=1e-6)\n"): ("rms_norm", "rms_norm, qkv_kernel, fp8_qkv"),
+    ("torch.cat((cos, cos), dim=-1)", "torch.cat((cos, 1.0001 * cos), dim=-1)"): ("rotate", "qkv_kernel, fp8_qkv"),
+    ("q = q * rope.softmax_scale", "q = 1.0001 * q * rope.softmax_scale"): ("make_qkv", "qkv_kernel, fp8_qkv"),
+    ("return x @ weight.type_as(x).T", "return 1.0001 * x @ weight.type_as(x).T"):
+        ("linear", "qkv_kernel, head_loss, fp8_head, fp8_qkv"),
 }  # fmt: skip
 
 
@@ -195,8 +200,9 @@ EDITS = {  # of plain forms: (name of the function or class, fast forms that com
 def test_an_edited_plain_form_switches_its_fast_forms_off(edit, load_copy):
     """FP8 too, with one line. The other forms stay on, and the edited function runs. Comments do not count."""
     copy, (function, off) = load_copy(*edit), EDITS[edit]
-    names = CPU_FORMS | {"relu2_mlp", "fp8_head"}
-    cfg = smoke_config(fast=",".join(names & {*gpt.FORMS}), fp8="on", **CONFIGS["mlp"])
+    names = CPU_FORMS | {"relu2_mlp", "fp8_head", *off.split(", ")}
+    parts = ",".join(name[4:] for name in names & {*gpt.FP8_FORMS})
+    cfg = smoke_config(fast=",".join(names & {*gpt.FORMS}), fp8="on", fp8_parts=parts, **CONFIGS["mlp"])
     chosen, lines = copy.choose_fast_forms(cfg, copy.Runtime())
     assert chosen == names - {*off.split(", ")}
     assert lines[1:] == [f"{function} was edited: without fast forms {off}"]

@@ -182,6 +182,24 @@ def test_a_processor_says_whether_it_multiplies_bfloat16(monkeypatch, says, name
     assert [choose("float32"), choose("bfloat16")] == ["float32", "bfloat16"]
 
 
+@pytest.mark.parametrize("dtype, expected", [(torch.bfloat16, "ieee"), (torch.float64, "bf16")], ids=str)
+def test_float32_products_are_not_rounded(monkeypatch, dtype, expected):
+    """oneDNN is used unless it multiplies in bfloat16, as with AMX. Here its products are simulated."""
+    setting, real = torch.backends.mkldnn.matmul, torch.Tensor.__matmul__
+    old, setting.fp32_precision = setting.fp32_precision, "ieee"
+
+    def multiply(a, b):
+        return real(a.to(dtype), b.to(dtype)).float() if setting.fp32_precision == "bf16" else real(a, b)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", multiply)
+    monkeypatch.setattr(gpt, "measure_matmul", lambda *_: 1e9)
+    try:
+        gpt.choose_dtype(smoke_config(), torch.device("cpu"))
+        assert setting.fp32_precision == expected
+    finally:
+        setting.fp32_precision = old
+
+
 SHORT = dict(seq_len=128, tokens_per_step=128, micro_batch_tokens=128)  # the interpreter is slow
 
 

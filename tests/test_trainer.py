@@ -11,7 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import advance, before_call, find_saved, gpt, make_runtime, make_trainer, run, train_steps
+import torch.nn.functional as F
+from conftest import (
+    advance,
+    before_call,
+    find_saved,
+    gpt,
+    make_runtime,
+    make_trainer,
+    run,
+    smoke_config,
+    train_steps,
+)
 
 PREFIXES = ["--vocab_file=vocab.json"]
 PREFIXES += ['--stages=[{"duration":1,"window_long":128,"window_short":64,"prefix_weight":[0.5]}]']
@@ -37,6 +48,20 @@ def test_a_batch_that_does_not_count_changes_no_validation(shards, monkeypatch):
     loss = trainer.validate(data, state, 1)
     monkeypatch.setattr(data, "batches", lambda *_: iter([(first, True), (second, False)]))
     assert trainer.validate(data, state, 1) == loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_metric_is_not_rounded(shards, dtype):
+    """Only the activations and the logits have the dtype of the run. The rest in float64 is the same number."""
+    torch.manual_seed(0)
+    trainer = gpt.Trainer(cfg := smoke_config(shards), make_runtime(dtype=dtype))
+    data, state, model, exact = gpt.ValData(cfg), trainer.schedule.at(0), trainer.model, 0.0
+    weight = model.head.weight.data.normal_()
+    inputs = trainer.get_step_inputs(state, data.batch_tokens, cfg.val_seq_len)
+    for batch, _ in data.batches(trainer.rt.comm, data.num_batches):
+        logits = gpt.linear(model.run_layers(batch, inputs, trainer.val_ops).detach(), weight)
+        exact += F.cross_entropy(model.head.softcap(logits.double()), batch.targets, reduction="sum").item()
+    assert logits.dtype == dtype and trainer.validate(data, state) == pytest.approx(exact / cfg.val_tokens, rel=1e-6)
 
 
 def test_the_clock_counts_steps_and_saves_and_no_validations(shards, here, monkeypatch, now):
