@@ -5120,16 +5120,16 @@ class Checkpoints(AbstractContextManager):
 
     @contextmanager
     def name_weights(self):
-        """If the final validation fails or is stopped, say where the weights are, and how to validate them."""
+        """If the final validation fails or is stopped, say where the weights are."""
         try:
             yield
         except Exception as error:
             status = getattr(error, "status", 1)
-            has_weights = self.newest_step == self.log.progress.step and not self.problem
-            if not has_weights or isinstance(error, RunError) and status < 128:
+            is_saved = self.newest_step == self.log.progress.step and not self.problem
+            if not is_saved or isinstance(error, RunError) and status < 128:
                 raise
             reason = str(error).strip().splitlines() or [repr(error)]
-            line = (f"in the final validation: {reason[0]}. {self.newest} has the weights: --resume=auto "
+            line = (f"in the final validation: {reason[0]}. {self.newest} has the weights. --resume=auto "
                     f"validates them. With less memory: --resume={self.newest} --val_seq_len=...")
             if isinstance(error, (RunError, torch.OutOfMemoryError)):
                 raise RunError(line, status) from None
