@@ -195,6 +195,63 @@ def train_with_graphs(*argv: str) -> int:
         return gpt.main(list(argv))
 
 
+def leak(function, size: float = 0.05, is_on=lambda: True):
+    """Segments that add a part of the previous token's activations to those of each token."""
+    def run(*args):
+        x, *more = function(*args)
+        return x + is_on() * size * x.roll(1, 0), *more
+
+    return run
+
+
+def train_compiled(wrong_rank: str, *argv: str) -> int:
+    """A real run whose compiler changes nothing, except on one rank, where segments leak. Rank 1 prints whether it has
+    switched off the compiler."""
+    torch.set_num_threads(1)
+    rank, check = os.environ["RANK"], gpt.check_compiler
+
+    def check_and_print(trainer, *args):
+        lines = check(trainer, *args)
+        if rank == "1" and not trainer.use_compile:
+            print("rank 1: no compiler", flush=True)
+        return lines
+
+    gpt.check_compiler = check_and_print
+    torch.compile = lambda fn, **_: leak(fn) if rank == wrong_rank and fn.__name__ == "run_segment" else fn
+    return gpt.main(list(argv))
+
+
+def train_corrupted(what: str, *argv: str) -> int:
+    """A real run in which rank 1 receives other numbers: all parameters of rank 0 after a step ("half", "swap": in
+    exchange with its own), one bit of one of them ("bit"), the first ones ("first"), or rows of tables ("rows")."""
+    torch.set_num_threads(1)
+    if os.environ["RANK"] == "1":
+        gpt.time.sleep = lambda _: None  # its line must not wait
+        name = dict(first="broadcast", rows="all_to_all").get(what, "all_gather")
+        real, calls = getattr(gpt.Comm, name), []
+
+        def receive(comm, tensor, *args):
+            before = tensor.clone()
+            result = real(comm, tensor, *args)
+            work = result[1] if what == "rows" else result
+            calls.append(work and work.wait())
+            size = len(tensor) // 2  # of a shard
+            if what == "first":
+                tensor.copy_(before + 1)
+            elif what == "rows":
+                result[0].mul_(0.5)
+            elif what == "half":
+                tensor[:size] *= 0.5
+            elif what == "swap":
+                tensor.copy_(tensor.roll(size, 0))
+            elif len(calls) == 1:
+                tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+            return result
+
+        setattr(gpt.Comm, name, receive)
+    return gpt.main(list(argv))
+
+
 def train_mixed(what: str, folder: str, options: str, *argv: str) -> int:
     """A real run in which rank 1 has other options, data (from another folder) or script."""
     torch.set_num_threads(1)

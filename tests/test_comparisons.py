@@ -1,0 +1,348 @@
+"""Comparisons during a run. Compiled code is compared with the code that it was made from, and off if it differs. Ranks
+compare checksums of parameters, and a difference ends the run. torch.compile is replaced by functions with a fault, so
+nothing is compiled, except in one slow test."""
+
+import functools
+import json
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import (
+    AT_THE_END, CPU_FORMS, TINY, assert_same_bits, before_call, data_args, gpt, make_runtime, run, slow_but,
+    smoke_config)  # fmt: skip
+from cpu_graphs import graphs_on_cpu
+from run_ranks import leak, run_ranks
+
+SHORT = [*TINY, "--num_iterations=3", "--val_loss_every=2"]  # without steps in the warm-up
+FRONTIER = ["--preset=smoke_frontier", "--device=cpu", "--dtype=float32", "--fp8=off", "--num_iterations=6",
+            "--warmup_iterations=0", "--val_tokens=1024", AT_THE_END]  # fmt: skip
+OFF = re.compile(r"^torch.compile: off \((\w+) of (\S+) differs by (\S+) from the code without it\)$", re.M)
+
+
+def in_function(name: str, fault):
+    """A compiler: the function `name` gets a fault, and the others are copied."""
+    return lambda fn, **_: fault(fn) if fn.__name__ == name else functools.partial(fn)
+
+
+def in_rule(rule: str):
+    """A compiler whose code of one update rule makes the new weights 10 % larger."""
+    def compile(fn, **_):
+        if getattr(fn, "__self__", None) is not gpt.RULES[rule]:
+            return functools.partial(fn)
+        return lambda param, *args: (fn(param, *args), param.mul_(1.1))
+
+    return compile
+
+
+def times(factor: float):
+    """The first output is multiplied by a factor."""
+    def fault(fn):
+        def call(*args):
+            result = fn(*args)
+            return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
+
+        return call
+
+    return fault
+
+
+def wrong_input_gradient(fn):
+    """The gradient of the first argument is 20 % too large, and the result is right."""
+    def call(x, *args):
+        if x.requires_grad:
+            x = x * 1
+            x.register_hook(lambda grad: 1.2 * grad)
+        return fn(x, *args)
+
+    return call
+
+
+def wrong_weight_gradient(fn):
+    """The gradients of parameters are 20 % too large. The result and the gradient of the first argument are right."""
+    def call(x, *args):
+        result = fn(x, *args)
+        if not torch.is_grad_enabled():
+            return result
+        more = 0.2 * fn(x.detach(), *args)
+        return result + (more - more.detach())
+
+    return call
+
+
+FAULTS = {  # fault: (options, compiler, what differs)
+    "a leak": (SHORT, in_function("run_segment", leak), "activations of validation"),
+    "a leak in training": (
+        SHORT, in_function("run_segment", lambda fn: leak(fn, is_on=torch.is_grad_enabled)), "activations of training"),
+    "a leak in validation": (
+        SHORT, in_function("run_segment", lambda fn: leak(fn, is_on=lambda: not torch.is_grad_enabled())),
+        "activations of validation"),
+    "NaN": (SHORT, in_function("run_segment", times(float("nan"))), "activations of validation"),
+    "loss": (SHORT, in_function("forward", times(1.01)), "loss of validation"),
+    "input gradient": (SHORT, in_function("forward", wrong_input_gradient), "gradient of "),
+    "weight gradient": (SHORT, in_function("forward", wrong_weight_gradient), "gradient of head.weight"),
+    "bfloat16": ([*SHORT, "--dtype=bfloat16"], in_function("run_segment", leak), "activations of validation"),
+    "n-grams": (FRONTIER, in_function("sum_ngrams", times(1.05)), "gradient of ngram"),  # a table begins with zeros
+    "muon": (SHORT, in_rule("muon"), "update of "),
+    "adamw": (SHORT, in_rule("adamw"), "update of "),
+    "anvil": (FRONTIER, in_rule("anvil"), "update of "),
+    "row_adam": (FRONTIER, in_rule("row_adam"), "update of ngram"),
+}  # fmt: skip
+
+
+def train(shards, *options, preset=SHORT) -> tuple[dict, dict]:
+    """The result and the final tensors of a run in this folder."""
+    result = run(shards, *options, preset=preset)
+    (model,) = Path().glob(f"checkpoints/*/{result['run_id']}/model.pt")
+    return result, torch.load(model, weights_only=True)["tensors"]
+
+
+@pytest.fixture(scope="module")
+def train_plain(shards, tmp_path_factory):
+    """A function that trains without the compiler, once for each options."""
+    @functools.cache
+    def train_once(*options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path_factory.mktemp("plain"))
+            return train(shards, "--compile=off", preset=options)
+
+    return lambda options: train_once(*options)
+
+
+def assert_same_run(ours, theirs) -> None:
+    """All losses and parameters have equal bits."""
+    (result, tensors), (plain, plain_tensors) = ours, theirs
+    assert result["train_points"] == plain["train_points"] and len(plain["train_points"]) > 1
+    assert [loss for _, loss, _ in result["val_points"]] == [loss for _, loss, _ in plain["val_points"]]
+    assert_same_bits(tensors, plain_tensors)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_compiler_with_a_fault_is_off(shards, here, monkeypatch, capsys, train_plain, fault):
+    """One line says which number differs, and the run is that of --compile=off, although it has no warm-up."""
+    options, compiler, expected = FAULTS[fault]
+    plain = train_plain(options)
+    monkeypatch.setattr(torch, "compile", compiler)
+    capsys.readouterr()
+    ours = train(shards, "--compile=on", preset=options)
+    ((kind, name, size),) = OFF.findall(capsys.readouterr().out)
+    assert f"{kind} of {name}".startswith(expected) and (float(size) > 0 or (fault, size) == ("NaN", "nan"))
+    assert (ours[0]["choices"]["compile"], plain[0]["choices"]["compile"]) == ("off", "off")
+    assert_same_run(ours, plain)
+
+
+def list_state(trainer) -> dict[str, torch.Tensor]:
+    """Copies of all parameters and optimizer state, with tables, and of all gradients."""
+    buckets = [(bucket.name, bucket) for bucket in trainer.optimizer.buckets]
+    tensors = {f"{name}/{key}": tensor for name, bucket in buckets for key, tensor in bucket.state.items()}
+    tensors |= {name: bucket.values for name, bucket in buckets}
+    tensors |= {f"{name}/grad": bucket.total for name, bucket in buckets if bucket.total is not None}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def make_compiled(shards, preset: str = "smoke", dtype=torch.float32, fast=CPU_FORMS, **changes):
+    """A trainer that compiles, and its data."""
+    cfg = smoke_config(shards, preset=preset, device="cpu", **changes)
+    trainer = gpt.Trainer(cfg, make_runtime(use_compile=True, dtype=dtype, fast=fast))
+    return trainer, gpt.TrainData(cfg, trainer.schedule), gpt.ValData(cfg)
+
+
+NOISE = times(1 + 2.0**-20)  # the rounding of a few operations in float32
+
+
+@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
+@pytest.mark.parametrize("warmup_iterations", [0, 1])
+def test_a_faultless_compiler_stays_on(shards, monkeypatch, preset, warmup_iterations):
+    """Rounding is no fault. Afterwards the functions are those of the compiler, parameters, state and gradients have
+    their bits, no gradients of tables are left, and the next steps do not count those of the comparison."""
+    names = "run_segment", "sum_ngrams", "forward"
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: (NOISE if fn.__name__ in names else functools.partial)(fn))
+    trainer, *data = make_compiled(shards, preset, warmup_iterations=warmup_iterations)
+    for bucket in trainer.optimizer.buckets:
+        bucket.values.add_(0.01)  # also to rows of a table that begins with zeros
+    model, buckets, before = trainer.model, trainer.optimizer.buckets, list_state(trainer)
+    functions = [model.run_segment, model.sum_ngrams, model.head.forward, *(bucket.update_rule for bucket in buckets)]
+    assert trainer.warm_up(*data) == [] and trainer.use_compile
+    after = [model.run_segment, model.sum_ngrams, model.head.forward, *(bucket.update_rule for bucket in buckets)]
+    assert all(x is y for x, y in zip(after, functions))
+    assert_same_bits(list_state(trainer), before)
+    assert all(not (table.pieces or table.arriving or table.is_dry) for table in trainer.optimizer.tables)
+    assert trainer.optimizer.step_count == 0 and model.is_tied == trainer.cfg.tie_head
+
+
+def test_after_a_fault_no_function_is_compiled(shards, monkeypatch):
+    """Parameters, state and gradients have the bits of the start."""
+    monkeypatch.setattr(torch, "compile", in_function("run_segment", leak))
+    trainer, *data = make_compiled(shards, "smoke_frontier")
+    before = list_state(trainer)
+    (line,) = trainer.warm_up(*data)
+    assert OFF.search(line) and not trainer.use_compile
+    assert not {"run_segment", "sum_ngrams"} & {*vars(trainer.model)} and "forward" not in vars(trainer.model.head)
+    assert all(bucket.update_rule == bucket.rule.update for bucket in trainer.optimizer.buckets)
+    assert_same_bits(list_state(trainer), before)
+
+
+def test_a_whole_run_with_a_faultless_compiler(shards, here, monkeypatch, capsys, train_plain):
+    plain = train_plain(SHORT)
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: functools.partial(fn))
+    ours = train(shards, "--compile=on")
+    assert ours[0]["choices"]["compile"] == "on" and "torch.compile: off" not in capsys.readouterr().out
+    assert_same_run(ours, plain)
+
+
+GRAPHED = [*SHORT, "--warmup_iterations=1", "--fast=rms_norm,head_loss"]
+
+
+@pytest.mark.parametrize("fault", [None, "a leak in training", "loss", "adamw"])
+def test_compiled_code_in_graphs(shards, here, monkeypatch, capsys, train_plain, fault):
+    """With a fault neither the graphs of segments and head nor those of updates are used any more."""
+    plain = train_plain(GRAPHED)
+    monkeypatch.setattr(torch, "compile", FAULTS[fault][1] if fault else lambda fn, **_: functools.partial(fn))
+    with graphs_on_cpu():
+        ours = train(shards, "--compile=on", "--fast=rms_norm,head_loss,step_graphs", preset=GRAPHED)
+    assert "step_graphs" in ours[0]["choices"]["fast"]
+    assert len(OFF.findall(capsys.readouterr().out)) == (fault is not None)
+    assert ours[0]["choices"]["compile"] == ("off" if fault else "on")
+    assert_same_run(ours, plain)
+
+
+LIMITS = {  # largest relative errors in float32, in bfloat16, and with FP8
+    "activations of validation": (1e-3, 0.04, 0.04), "loss of validation": (1e-4, 0.01, 0.01),
+    "activations of training": (1e-3, 0.04, 0.16), "loss of training": (1e-4, 0.01, 0.04),
+    "gradient": (1e-3, 0.1, 0.4), "update": (1e-2, 0.3, 1.2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ["float32", "bfloat16", "FP8"])
+def test_every_number_has_its_limit(shards, monkeypatch, case):
+    """Each compiled result alone, of every bucket, is 1.4 times its limit off: a line names it. All are 0.7 times their
+    limits off: no line. At equal results the error is exactly 0."""
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: functools.partial(fn))
+    dtype = torch.float32 if case == "float32" else torch.bfloat16
+    fast = CPU_FORMS | ({"fp8_head"} if case == "FP8" else set())
+    trainer, *data = make_compiled(
+        shards, dtype=dtype, fast=fast, num_layers=2, micro_batch_tokens=512, tokens_per_step=512, val_seq_len=512)
+    run_batches, compute_update, wrong = gpt.run_batches, gpt.Bucket.compute_update, Counter()
+    errors = {}
+
+    def change(kind, name, result):
+        key = f"{kind} of {name}"
+        limit = LIMITS.get(key) or LIMITS[kind]
+        errors[key] = limit[["float32", "bfloat16", "FP8"].index(case)]
+        return result * (1 + wrong[key] * errors[key])
+
+    def run_wrong_batches(trainer, *args):
+        results, is_compiled = run_batches(trainer, *args), "run_segment" in vars(trainer.model)
+        return {key: change(*key, result) if is_compiled else result for key, result in results.items()}
+
+    def compute_wrong_update(bucket, rule):
+        result, is_compiled = compute_update(bucket, rule), isinstance(rule, functools.partial)
+        return change("update", bucket.name, result) if is_compiled else result
+
+    monkeypatch.setattr(gpt, "run_batches", run_wrong_batches)
+    monkeypatch.setattr(gpt.Bucket, "compute_update", compute_wrong_update)
+    functions = trainer.remove_compiler()
+
+    def check() -> list[str]:
+        trainer.restore_compiler(functions)
+        return gpt.check_compiler(trainer, *data)
+
+    assert check() == []
+    num_buckets = len(trainer.optimizer.buckets)
+    assert len(errors) == 4 + 2 * num_buckets == 18
+    for key in errors:
+        wrong.clear()
+        wrong[key] = 1.4
+        ((kind, name, _),) = OFF.findall("\n".join(check()))
+        assert f"{kind} of {name}" == key
+    wrong.update(dict.fromkeys(errors, 0.7))
+    wrong[key] = 0.7
+    assert check() == []
+
+
+@pytest.mark.parametrize("fault, expected", {
+    None: "", "a leak in training": "activations of training", "a leak in validation": "activations of validation",
+    "loss": "loss of validation", "muon": "update of ", "input gradient": ""}.items())  # fmt: skip
+def test_without_memory_for_plain_gradients(shards, monkeypatch, fault, expected):
+    """A line says that gradients were not compared. Activations, losses and updates are. Nothing is left of the failed
+    backward pass."""
+    monkeypatch.setattr(torch, "compile", FAULTS[fault][1] if fault else lambda fn, **_: functools.partial(fn))
+    trainer, *data = make_compiled(shards, warmup_iterations=0)
+    before, calls = list_state(trainer), []
+
+    def fail_in_the_second(*_):
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("too many activations")
+
+    before_call(monkeypatch, torch.Tensor, "backward", fail_in_the_second)
+    first, *lines = trainer.warm_up(*data)
+    assert first == "gradients of compiled code were not compared, because they need too much memory"
+    found = [f"{kind} of {name}" for kind, name, _ in OFF.findall("\n".join(lines))]
+    assert trainer.use_compile == (not expected) and len(found) == len(lines) == bool(expected)
+    assert all(name.startswith(expected) for name in found)
+    assert_same_bits(list_state(trainer), before)
+
+
+def test_the_comparison_is_cheap(shards, here, monkeypatch):
+    """One micro-batch with its gradients and one validation batch, compiled and not. Without a compiler none."""
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: functools.partial(fn))
+    calls, is_warming_up = Counter(), [False]
+    before_call(monkeypatch, gpt.GPT, "run_layers", lambda _model, batch, *_: calls.update(
+        {(torch.is_grad_enabled(), len(batch.inputs)): is_warming_up[-1]}))
+    before_call(monkeypatch, torch.Tensor, "backward", lambda *_: calls.update(backward=is_warming_up[-1]))
+    before_call(monkeypatch, gpt.Trainer, "warm_up", lambda *_: is_warming_up.append(True))
+    before_call(monkeypatch, gpt.Stop, "catch_signals", lambda *_: is_warming_up.append(False))
+    for mode, expected in (("off", {}), ("on", {(True, 512): 2, (False, 1024): 2, "backward": 2})):
+        calls.clear()
+        run(shards, f"--compile={mode}", "--micro_batch_tokens=512", "--tokens_per_step=1024", preset=SHORT)
+        assert {key: number for key, number in calls.items() if number} == expected and any(calls)
+
+
+PAIR = [*SHORT, "--tokens_per_step=1024"]
+
+
+def read_result(folder) -> dict:
+    (path,) = folder.glob("logs/*_seed*.json")
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("rank", slow_but([0, 1], 1))
+def test_one_rank_with_a_fault_switches_off_the_compiler_of_all(shards, tmp_path, rank):
+    """The losses are those of two ranks without a compiler."""
+    folders = [tmp_path / mode for mode in ("on", "off")]
+    for folder in folders:
+        options = [*PAIR, *data_args(shards), f"--compile={folder.name}", f"--out={folder}"]
+        ends, out, errors = run_ranks("train_compiled", 2, rank, *options)
+        assert [status for status, _ in ends] == [0, 0], errors[-2000:]
+        assert len(OFF.findall(out)) == out.count("rank 1: no compiler\n") == (folder.name == "on")
+    ours, plain = map(read_result, folders)
+    assert ours["choices"]["compile"] == "off" and ours["final_val_loss"] == plain["final_val_loss"]
+    assert ours["train_points"] == plain["train_points"] and len(plain["train_points"]) > 1
+
+
+@pytest.mark.parametrize("what, step", [("half", 1), ("swap", 1), ("bit", 1), ("first", 0), ("rows", 0)])
+def test_a_rank_with_other_parameters_ends_the_run(shards, tmp_path, what, step):
+    """Rank 1 has received other values, all, two parts in exchange, or one bit. Both ranks end with a line. Those of
+    the start are noticed before the first step, those of a step at the next validation."""
+    options = [*PAIR, f"--val_loss_every={step}", *data_args(shards), f"--out={tmp_path}"]
+    ends, out, errors = run_ranks("train_corrupted", 2, what, *options)
+    assert [status for status, _ in ends] == [1, 1], errors
+    line = f"train_gpt.py: error: rank 1 has other parameters than rank 0 after step {step}: a GPU or the network is"
+    assert sum(text.startswith(line) for text in errors.splitlines()) == 2 and "Traceback" not in errors
+    assert ("val_loss:" in out) == (step == 1) and not list(tmp_path.rglob("*_seed*.json"))
+
+
+@pytest.mark.skipif(not shutil.which("g++") and not shutil.which("clang++"), reason="no C++ compiler")
+@pytest.mark.slow
+def test_the_real_compiler_stays_on(shards, here, train_plain, capsys):
+    """Of two layers in one stage. Rounding changes a loss of about 5 by less than 1e-4."""
+    options = [*SHORT, "--num_iterations=2", '--stages=[{"duration":1,"window_long":64,"window_short":64}]']
+    plain, _ = train_plain(tuple(options))
+    ours, _ = train(shards, "--compile=on", preset=options)
+    assert ours["choices"]["compile"] == "on" and "torch.compile: off" not in capsys.readouterr().out
+    assert ours["final_val_loss"] == pytest.approx(plain["final_val_loss"], abs=1e-4)
+    assert ours["compile_time_s"] > plain["compile_time_s"]
