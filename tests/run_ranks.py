@@ -205,8 +205,8 @@ def leak(function, size: float = 0.05, is_on=lambda: True):
 
 
 def train_compiled(wrong_rank: str, *argv: str) -> int:
-    """A real run whose compiler changes nothing, except on one rank, where segments leak. Rank 1 prints whether it has
-    switched off the compiler."""
+    """A real run whose compiler changes nothing, except on one rank, where segments leak in validation: gradients would
+    tell the other rank. Rank 1 prints whether it has switched off the compiler."""
     torch.set_num_threads(1)
     rank, check = os.environ["RANK"], gpt.check_compiler
 
@@ -217,7 +217,8 @@ def train_compiled(wrong_rank: str, *argv: str) -> int:
         return lines
 
     gpt.check_compiler = check_and_print
-    torch.compile = lambda fn, **_: leak(fn) if rank == wrong_rank and fn.__name__ == "run_segment" else fn
+    wrong = functools.partial(leak, is_on=lambda: not torch.is_grad_enabled())
+    torch.compile = lambda fn, **_: wrong(fn) if rank == wrong_rank and fn.__name__ == "run_segment" else fn
     return gpt.main(list(argv))
 
 

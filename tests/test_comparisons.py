@@ -12,8 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    AT_THE_END, CPU_FORMS, TINY, assert_same_bits, before_call, data_args, gpt, make_runtime, run, slow_but,
-    smoke_config)  # fmt: skip
+    AT_THE_END,
+    CPU_FORMS,
+    TINY,
+    assert_same_bits,
+    before_call,
+    data_args,
+    gpt,
+    make_runtime,
+    run,
+    slow_but,
+    smoke_config,
+)
 from cpu_graphs import graphs_on_cpu
 from run_ranks import leak, run_ranks
 
@@ -332,7 +342,7 @@ def test_a_rank_with_other_parameters_ends_the_run(shards, tmp_path, what, step)
     ends, out, errors = run_ranks("train_corrupted", 2, what, *options)
     assert [status for status, _ in ends] == [1, 1], errors
     line = f"train_gpt.py: error: rank 1 has other parameters than rank 0 after step {step}: a GPU or the network is"
-    assert sum(text.startswith(line) for text in errors.splitlines()) == 2 and "Traceback" not in errors
+    assert errors.count(line) == 2 and "Traceback" not in errors
     assert ("val_loss:" in out) == (step == 1) and not list(tmp_path.rglob("*_seed*.json"))
 
 
