@@ -163,24 +163,33 @@ def make_compiled(shards, preset: str = "smoke", dtype=torch.float32, fast=CPU_F
 NOISE = times(1 + 2.0**-20)  # the rounding of a few operations in float32
 
 
-@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
-@pytest.mark.parametrize("warmup_iterations", [0, 1])
-def test_a_faultless_compiler_stays_on(shards, monkeypatch, preset, warmup_iterations):
-    """Rounding is no fault. Afterwards the functions are those of the compiler, parameters, state and gradients have
-    their bits, no gradients of tables are left, and the next steps do not count those of the comparison."""
+def list_functions(trainer) -> list:
+    """The functions that replace methods: compiled, and in graphs."""
+    owners = trainer.model, trainer.model.head, *trainer.optimizer.buckets
+    names = "run_segment", "sum_ngrams", "forward", "update_rule", "run_rule"
+    return [vars(owner).get(name) for owner in owners for name in names]
+
+
+@pytest.mark.parametrize("preset, warmup_iterations, forms", [
+    ("smoke", 0, []), ("smoke_frontier", 0, []), ("smoke_frontier", 1, []), ("smoke", 1, ["step_graphs"])])
+def test_a_faultless_compiler_stays_on(shards, monkeypatch, preset, warmup_iterations, forms):
+    """Rounding is no fault. Afterwards the functions are those of the compiler, in graphs or not, parameters, state and
+    gradients have their bits, no gradients of tables are left, and the steps of the warm-up are not counted."""
     names = "run_segment", "sum_ngrams", "forward"
     monkeypatch.setattr(torch, "compile", lambda fn, **_: (NOISE if fn.__name__ in names else functools.partial)(fn))
-    trainer, *data = make_compiled(shards, preset, warmup_iterations=warmup_iterations)
+    fast = frozenset({"rms_norm", "head_loss", *forms})
+    trainer, *data = make_compiled(shards, preset, fast=fast, warmup_iterations=warmup_iterations)
     for bucket in trainer.optimizer.buckets:
         bucket.values.add_(0.01)  # also to rows of a table that begins with zeros
-    model, buckets, before = trainer.model, trainer.optimizer.buckets, list_state(trainer)
-    functions = [model.run_segment, model.sum_ngrams, model.head.forward, *(bucket.update_rule for bucket in buckets)]
-    assert trainer.warm_up(*data) == [] and trainer.use_compile
-    after = [model.run_segment, model.sum_ngrams, model.head.forward, *(bucket.update_rule for bucket in buckets)]
-    assert all(x is y for x, y in zip(after, functions))
+    functions, before = list_functions(trainer), list_state(trainer)
+    num_functions = 3 + (1 + bool(forms)) * len(trainer.optimizer.buckets)
+    with graphs_on_cpu():
+        assert trainer.warm_up(*data) == [] and trainer.use_compile
+    assert len([x for x in functions if x]) == num_functions
+    assert all(x is y for x, y in zip(list_functions(trainer), functions))
     assert_same_bits(list_state(trainer), before)
     assert all(not (table.pieces or table.arriving or table.is_dry) for table in trainer.optimizer.tables)
-    assert trainer.optimizer.step_count == 0 and model.is_tied == trainer.cfg.tie_head
+    assert trainer.optimizer.step_count == 0 and trainer.model.is_tied == trainer.cfg.tie_head
 
 
 def test_after_a_fault_no_function_is_compiled(shards, monkeypatch):
@@ -193,6 +202,32 @@ def test_after_a_fault_no_function_is_compiled(shards, monkeypatch):
     assert not {"run_segment", "sum_ngrams"} & {*vars(trainer.model)} and "forward" not in vars(trainer.model.head)
     assert all(bucket.update_rule == bucket.rule.update for bucket in trainer.optimizer.buckets)
     assert_same_bits(list_state(trainer), before)
+
+
+@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
+def test_the_compared_updates(shards, preset):
+    """They equal the first real update to the last bit, and change nothing. Momentum of earlier steps does not count.
+    A table has 7 rows with gradients, which become 8."""
+    cfg = smoke_config(shards, preset=preset)
+    optimizer = (trainer := gpt.Trainer(cfg, make_runtime())).optimizer
+    optimizer.step_count = 2
+    optimizer.set_numbers(trainer.schedule.at(2))
+    torch.manual_seed(0)
+    for bucket in optimizer.buckets:
+        rows = torch.arange(3, 17, 2) if bucket.total is None else slice(None)
+        if bucket.total is None:
+            bucket.rows, bucket.grad = rows, torch.randn(7, cfg.model_dim)
+        bucket.grad.normal_()
+        grad, start, before = bucket.grad.clone(), bucket.read_shard(), list_state(trainer)
+        first = bucket.compute_update(bucket.rule.update)
+        assert_same_bits(list_state(trainer), before)
+        bucket.update()
+        assert torch.equal(first[: len(grad)], (bucket.read_shard() - start)[rows]) and first.any(), bucket.name
+        bucket.rows, bucket.grad = rows, grad
+        later = bucket.compute_update(bucket.rule.update)
+        for name in bucket.rule.moments:
+            bucket.state[name].zero_()
+        assert torch.equal(later, bucket.compute_update(bucket.rule.update)), bucket.name
 
 
 def test_a_whole_run_with_a_faultless_compiler(shards, here, monkeypatch, capsys, train_plain):
