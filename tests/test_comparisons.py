@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import shutil
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -330,6 +331,54 @@ def test_without_memory_for_plain_gradients(shards, monkeypatch, fault, expected
     assert trainer.use_compile == (not expected) and len(found) == len(lines) == bool(expected)
     assert all(name.startswith(expected) for name in found)
     assert_same_bits(list_state(trainer), before)
+
+
+def leaking_rows(fn):
+    """The embedding of a token's n-grams leaks into that of the next."""
+    return lambda rows, *args: (lambda x: x + 0.05 * x.roll(1, 0))(fn(rows, *args))
+
+
+def wrong_with_classes(fn):
+    """A sampled softmax has a loss that is 10 % too large."""
+    def call(x, targets, step_inputs, loss_weights, classes, ops):
+        return fn(x, targets, step_inputs, loss_weights, classes, ops) * (1 if classes is None else 1.1)
+
+    return call
+
+
+def wrong_state(fn, **_):
+    """adamw doubles its second moment after each update."""
+    if getattr(fn, "__self__", None) is not gpt.RULES["adamw"]:
+        return functools.partial(fn)
+    return lambda param, grad, state, args: (fn(param, grad, state, args), state["exp_avg_sq"].mul_(2))
+
+
+@pytest.mark.xfail(strict=True, reason="not compared: state, other stages than the last, n-grams of a table of zeros")
+@pytest.mark.parametrize("compiler, dtype", [
+    (in_function("sum_ngrams", leaking_rows), torch.bfloat16),
+    (in_function("forward", wrong_with_classes), torch.float32),
+    (wrong_state, torch.float32)], ids=["n-grams in bfloat16", "classes", "state"])  # fmt: skip
+def test_more_faults_of_a_compiler(shards, monkeypatch, compiler, dtype):
+    monkeypatch.setattr(torch, "compile", compiler)
+    trainer, *data = make_compiled(shards, "smoke_frontier", dtype=dtype, warmup_iterations=0)
+    assert OFF.search("\n".join(trainer.warm_up(*data)))
+
+
+@pytest.mark.xfail(strict=True, reason="the exception that is being handled holds the activations")
+def test_the_second_attempt_has_the_memory_of_the_first(shards, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: functools.partial(fn))
+    trainer, *data = make_compiled(shards, warmup_iterations=0)
+    losses, are_left = [], []
+
+    def fail_in_the_second(loss, *_):
+        losses.append(weakref.ref(loss))
+        if len(losses) == 2:
+            raise torch.OutOfMemoryError("too many activations")
+
+    before_call(monkeypatch, torch.Tensor, "backward", fail_in_the_second)
+    before_call(monkeypatch, gpt, "run_batches", lambda *_: are_left.append(any(loss() is not None for loss in losses)))
+    trainer.warm_up(*data)
+    assert are_left == [False] * 3
 
 
 def test_the_comparison_is_cheap(shards, here, monkeypatch):
