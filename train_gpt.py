@@ -15,8 +15,8 @@ Part two, the same mathematics, faster. A check at startup compares the fast for
 Part three, infrastructure.
     DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
 
-A name tells the type: cfg is a Config, rt a Runtime, comm a Comm, batch a Batch, and so on.
-    state is a StepState, or of a bucket a dict of tensors. x, y and other data are tensors.
+Names without an annotation: cfg is a Config, rt a Runtime, comm a Comm, batch a Batch, ops Operations,
+    state a StepState, or of a bucket a dict of tensors. x, y and other data are tensors.
 Shapes: T tokens, D model_dim, H num_heads, K channels of a query or key, L of a value, F hidden channels of
     an MLP, V padded vocabulary, N ranks, M matrices or elements of a bucket. A date in a source names a
     record of the modded-nanogpt benchmark.
@@ -284,7 +284,8 @@ class Config:
     orthogonalize: str = option("newton_schulz", "polynomial of the orthogonalization",
                                 choices=("newton_schulz", "polar_express", "six_maps"))
     mlp_lr_mul: tuple[float, float] = option((1.0, 1.0), "learning-rate multipliers of MLP matrices", 0.0)
-    decay: str = option("decoupled", "cautious: decay only where the update, or anvil's momentum, shrinks",
+    decay: str = option("decoupled", "cautious: decay only weights that the update, or anvil's slow "
+                        "momentum, shrinks",
                         choices=("decoupled", "cautious"), off="decoupled")
     decay_schedule: str = option("constant", "factor of the weight decay: 1 (constant), the learning rate's "
                                  "factor (lr), or a cosine to 0", choices=("constant", "lr", "cosine"))
@@ -376,7 +377,8 @@ def build_layers(num_layers: int, pattern: str):
 
 
 def build_laptop_layers(num_layers):
-    """Every fourth and the last layer have long windows. The upper half has skips from the lower half."""
+    """Every fourth and the last layer have long windows. The upper half has skips from the lower half. All
+    layers have key offset, and by turns one of two tables of value embeddings."""
     last = num_layers - 1
     layers = []
     for i in range(num_layers):
@@ -775,7 +777,7 @@ class GPT(nn.Module):
     def run_layers(self, batch, step_inputs, ops):
         """T tokens -> final normalized activations (T, D). These look-ups are not compiled, because
         Inductor would add the gradients of a row atomically, in a float32 copy of the table (record 32)."""
-        self.wait_for(0)  # the embedding and the tables. The loop below repeats it
+        self.wait_for(0)  # the embedding. The loop below repeats it
         table = self.head.weight if self.is_tied else self.embed
         x = F.embedding(batch.inputs, table).to(ops.dtype)  # (T, D)
         acts, scalars, ngrams = {}, {}, None
@@ -2566,7 +2568,8 @@ def train(cfg, rt, argv: list[str]):
 # A fast form is a faster implementation of operations of part one. It is off if one of these operations was
 # edited. At startup FormCheck computes the loss and all gradients of this model, with random parameters, by
 # fast and by plain forms. A form with other results is off. A line says so. To add a fast form, add a row to
-# FORMS and to make_operations(), its condition to choose_fast_forms(), and its functions to DIGESTS.
+# FORMS and to make_operations(), its condition to choose_fast_forms(), and its functions to DIGESTS. The
+# compiler is compared at the end of the warm-up, see check_compiler().
 
 QKV = ("make_qkv", "rotate", "rms_norm", "linear")
 ATTENTION = ("attention", "make_mask", "is_visible")
@@ -2657,7 +2660,8 @@ def compute_digests():
 
 
 class FormCheck:
-    """A small copy of the model: random parameters, 768 tokens in four documents, and its plain results."""
+    """A copy of the model with a small vocabulary and n-gram table, random parameters, 768 tokens in four
+    documents, and its plain results."""
 
     def __init__(self, cfg, device):
         self.lines: list[str] = []  # for the log
@@ -4438,7 +4442,8 @@ def list_values(cfg):
 
 
 def check(cfg):
-    """Raise RunError for the first value that is out of range, and for the first contradiction."""
+    """Raise RunError for the first option that is out of range, and for the first contradiction. Fields of
+    layers and stages are checked by find_problems()."""
     for name, (field, value) in list_values(cfg).items():
         low, high, choices = (field.metadata[key] for key in ("low", "high", "choices"))
         items = value if isinstance(value, tuple) else (value,)
@@ -5168,7 +5173,8 @@ def list_tensors(trainer, with_tables: bool):
 
 
 class Snapshot:
-    """A copy in memory of parameters and optimizer state at one step."""
+    """A copy in memory of parameters and optimizer state at one step. Tables with sparse updates are part of
+    it only with_tables."""
 
     def __init__(self, trainer, with_tables: bool = True):
         self.trainer = trainer
@@ -5178,7 +5184,7 @@ class Snapshot:
         self.copies = [tensor.clone() for tensor in list_tensors(trainer, with_tables)]
 
     def restore(self):
-        """Restore the snapshot exactly, and discard all gradients."""
+        """Restore all bits of the snapshot, and discard all gradients."""
         optimizer = self.trainer.optimizer
         optimizer.finish()
         optimizer.step_count = self.step_count
@@ -5190,7 +5196,7 @@ class Snapshot:
 
 # ==== TELEMETRY AND GUARD ==================================================================================
 # Telemetry writes measurements into <run_id>.jsonl. The guard restores an earlier state if training
-# diverges. Both wrap the updates of buckets, so the recipe does not know them.
+# diverges. Both wrap the updates of buckets. Only train() calls them.
 
 def measure_norm(x):
     return torch.linalg.vector_norm(x, dtype=at_least_fp32(x))
