@@ -226,6 +226,7 @@ STAGE = '"duration":1,"window_long":128,"window_short":64'
         (["--fast=kernel_that_is_not_there"], "kernel_that_is_not_there"),
         (["--extension_steps=12"], "--extension_steps=12"),
         (["--train_files=none/*.bin"], "none/*.bin"),
+        (["--guard=on", "--ngram_rows=7812501"], "n-gram table, which has 2.0 GB: give --guard=off"),
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else "",
 )
@@ -234,6 +235,13 @@ def test_bad_input_ends_with_status_2_and_one_line(args, value, capsys, here):
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("train_gpt.py: error: ")
     assert value in err and not any(path.is_file() for path in here.rglob("*"))
+
+
+def test_the_guard_copies_tables_up_to_2_gb():
+    """Of rows with 64 values of 4 or 2 bytes. One row more is refused, see above."""
+    for options in (dict(guard=True, ngram_rows=7_812_500), dict(ngram_rows=7_812_501),
+                    dict(guard=True, ngram_rows=15_625_000, embed_dtype="bfloat16")):  # fmt: skip
+        assert gpt.make_config(dict(options, preset="smoke")).ngram_rows == options["ngram_rows"]
 
 
 def test_an_object_changes_all_layers_or_stages():
