@@ -460,6 +460,52 @@ def test_the_last_step_stays_if_the_result_is_not_written(shards, here, monkeypa
     assert (again is None) == (pattern == "model.pt") == ("is the result of this run" in capsys.readouterr().out)
 
 
+@pytest.mark.xfail(strict=True, reason="Stop.at_once does not read a request of before")
+@pytest.mark.parametrize("owner, name", [
+    (gpt.Checkpoints, "save_last"), (gpt.Optimizer, "apply_averages")], ids=["save", "averages"])
+def test_a_signal_between_the_last_save_and_the_validation(shards, here, monkeypatch, capsys, owner, name):
+    """It ends the run as one in the final validation."""
+    with monkeypatch.context() as patch:
+        before_call(patch, owner, name, send_sigterm)
+        run(shards, *LAST, status=143)
+    check_the_end(shards, monkeypatch, capsys.readouterr().err, VALIDATION)
+
+
+@pytest.mark.xfail(strict=True, reason="a run without --checkpoint_every ends without its result")
+@pytest.mark.parametrize("case, reason", [
+    ("full disk", "step_000008 was not written: "), ("locked", "is in use by another process"), ("no lock", "no lock")])
+def test_a_last_step_that_cannot_be_saved(shards, here, monkeypatch, capsys, case, reason):
+    """A line has the reason, and the run goes on: nobody asked for this checkpoint. A failed validation then names no
+    weights."""
+    if case == "full disk":
+        refuse(monkeypatch, "step_000008/*")
+    if case == "locked":
+        monkeypatch.setattr(gpt, "lock_run", lambda _: None)
+    if case == "no lock":
+        monkeypatch.setattr(gpt, "lock_run", lambda _: throw(OSError(37, "no lock")))
+    assert len(run(shards, *LAST)["train_points"]) == 8
+    out, errors = capsys.readouterr()
+    assert reason in out and errors == "" and list_saved() == []
+    monkeypatch.setattr(gpt.Trainer, "validate", lambda *_: throw(ValueError("no such mask")))
+    run(shards, *LAST, status=1)
+    assert "the weights" not in capsys.readouterr().err
+
+
+@pytest.mark.xfail(strict=True, reason="--resume=auto has another key, and would start anew")
+@pytest.mark.parametrize("owner, name, line", [
+    (gpt.Stop, "finish_exchange", STOPPED), (gpt.Trainer, "validate", VALIDATION)], ids=["before the save", "validation"])
+def test_a_line_names_the_option_that_continues(shards, here, monkeypatch, capsys, owner, name, line):
+    """In a run that began with --resume=PATH it is this option."""
+    run(shards, *LAST, "--num_iterations=4", "--checkpoint_every=4")
+    args = [*LAST, option := f"--resume={find_saved(4)}"]
+    with monkeypatch.context() as patch:
+        before_call(patch, owner, name, send_sigterm)
+        run(shards, *args, status=143)
+    line = line.replace("STEP", str(find_saved(8))).replace("--resume=auto", option)
+    assert capsys.readouterr().err == f"train_gpt.py: {line}\n"
+    assert run(shards, *args)["resumed_at"] == [4, 8]
+
+
 def test_a_large_last_step_is_saved_on_request(shards, here, monkeypatch, capsys):
     """LAST_BYTES is the largest size that is saved without --checkpoint_every and without a signal."""
     with monkeypatch.context() as patch:
