@@ -339,15 +339,19 @@ VALIDATION = UNFINISHED.replace("REASON", "stopped by SIGTERM")
 
 
 def check_the_end(shards, monkeypatch, errors: str, line: str, *args) -> None:
-    """This line is the last one of the errors and of the log. The next life validates step 8, without saving it again,
-    and has the points of a run without a stop."""
+    """This line is the last one of the errors and of the log. The next life is stopped in the validation of step 8. The
+    life after that finishes it, with the points of a run without a stop. Neither saves it again."""
     line = line.replace("STEP", str(find_saved(8)))
     (log,) = Path("logs").glob("*.txt")
     assert errors.splitlines()[-1].removeprefix("train_gpt.py: ").removeprefix("error: ") == line
     assert log.read_text().splitlines()[-1] == line
+    before_call(monkeypatch, gpt.Checkpoints, "save", lambda _, trainer, **more: (
+        trainer.progress.resumed_at and pytest.fail("it was saved again")))
     with monkeypatch.context() as patch:
-        before_call(patch, gpt.Checkpoints, "save", lambda *_: pytest.fail("it was saved again"))
-        again = run(shards, *LAST, *args, "--resume=auto")
+        before_call(patch, gpt.Trainer, "validate", send_sigterm)
+        run(shards, *LAST, *args, "--resume=auto", status=143)
+    assert log.read_text().splitlines()[-1] == VALIDATION.replace("STEP", str(find_saved(8)))
+    again = run(shards, *LAST, *args, "--resume=auto")
     assert again["resumed_at"] == [8] and points_of(again) == points_of(run(shards, *LAST, "--out=whole"))
     assert list_saved()[-1] == "step_000008"
 
@@ -507,7 +511,7 @@ def test_a_line_names_the_option_that_continues(shards, here, monkeypatch, capsy
 
 
 def test_a_large_last_step_is_saved_on_request(shards, here, monkeypatch, capsys):
-    """LAST_BYTES is the largest size that is saved without --checkpoint_every and without a signal."""
+    """LAST_BYTES is the largest size that is saved without a signal before."""
     with monkeypatch.context() as patch:
         stop_at(patch, 8)
         run(shards, *LAST, status=143)
@@ -520,10 +524,9 @@ def test_a_large_last_step_is_saved_on_request(shards, here, monkeypatch, capsys
         run(shards, *LAST)
         line = "no checkpoint, because it has 0 GB: --checkpoint_every=8 writes it\n"
         assert saves == [8] and capsys.readouterr().out.count(line) == (limit < size)
-    run(shards, *LAST, "--checkpoint_every=5")
-    stop_at(monkeypatch, 8)
+    before_call(monkeypatch, gpt.Stop, "finish_exchange", send_sigterm)
     run(shards, *LAST, status=143)
-    assert saves == [8, 5, 8, 8]
+    assert saves == [8, 8]
 
 
 def test_ranks_decide_by_the_bytes_of_all(shards, here, monkeypatch):
