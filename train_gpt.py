@@ -2470,20 +2470,15 @@ def train(cfg, rt, argv: list[str]):
         print0(f"{result} is the result of this run: nothing to do", rt)
         return
 
-    # Model: dtype, compiler and fast forms are chosen for this machine. A resumed run keeps all choices. One
-    # that begins with another run's checkpoint keeps those of options that are auto
-    kept = {name: value for name, value in saved.get("choices", {}).items()
-            if saved["key"] == run["key"] or getattr(cfg, name) in ("auto", ("auto",))}
-    rt = choose_precision(change_options(cfg, kept), rt)
+    # Model: dtype, compiler and fast forms are chosen for this machine
+    rt = choose_precision(keep_choices(cfg, run, saved), rt)
     run["choices"] = describe_choices(rt)
     trainer = Trainer(cfg, rt)
     optimizer, schedule, progress = trainer.optimizer, trainer.schedule, trainer.progress
     log, stop = RunLog(cfg, rt, run, saved, progress), Stop(rt)
-    checkpoints = Checkpoints(cfg, log, rt, train_data.bos)
     if saved:
         load_state(trainer, folder, saved)
-        checkpoints.newest = folder
-        checkpoints.newest_step = progress.step
+    checkpoints = Checkpoints(cfg, log, rt, train_data.bos, folder)
 
     # Off the clock: lock the run and allocate memory for checkpoints (else the first save does), and warm up
     started = clock(rt.device)
@@ -4975,6 +4970,16 @@ def find_start(cfg, run: dict, rt):
     return None, {}, f"starting anew: no whole checkpoint in {folder}"
 
 
+def keep_choices(cfg, run: dict, saved: dict):
+    """cfg with the choices of a checkpoint. A run that goes on keeps all of them. A run that begins with the
+    checkpoint of another run keeps those of options that are auto."""
+    kept = {}
+    for name, value in saved.get("choices", {}).items():
+        if saved["key"] == run["key"] or getattr(cfg, name) in ("auto", ("auto",)):
+            kept[name] = value
+    return change_options(cfg, kept)
+
+
 def collect_rows(trainer):
     """This rank's rows as {NAME/KEY/FIRST_ROW: tensor}. Training draws no random numbers."""
     trainer.optimizer.finish()
@@ -5021,10 +5026,11 @@ class Checkpoints(AbstractContextManager):
     MODEL_BYTES = 10**9  # limit of model.pt
     LAST_BYTES = 8 * 10**9  # limit of a checkpoint of the last step without --checkpoint_every
 
-    def __init__(self, cfg, log, rt, bos: int):
+    def __init__(self, cfg, log, rt, bos: int, loaded: Path | None):
+        """loaded: the checkpoint that the run continues."""
         self.folder = find_key_folder(cfg, log.run) / log.run["run_id"]
-        self.newest: Path | None = None  # the last checkpoint that was loaded or saved
-        self.newest_step = -1
+        self.newest = loaded  # the last checkpoint that was loaded or saved
+        self.newest_step = log.progress.step if loaded else -1
         self.is_extra = False  # whether it is removed once the result is written
         self.log, self.rt, self.bos, self.lock = log, rt, bos, None
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
