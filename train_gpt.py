@@ -1631,7 +1631,8 @@ class Bucket:
     def sum_bits(self):
         """Checksum () of the values, int64. Each rank's shard has its own weight."""
         shards = self.values.flatten().view(torch.int16).view(self.comm.world_size, -1)
-        return weighted_sum(shards.sum(1, dtype=torch.int64))
+        weights = torch.arange(1, self.comm.world_size + 1, device=shards.device)
+        return (shards.sum(1, dtype=torch.int64) * weights).sum()
 
     def owned(self):
         """Yield (name, this rank's first unit of the parameter, slice of the shard) for each parameter."""
@@ -1647,11 +1648,6 @@ class Bucket:
     def tensors(self):
         """This rank's values, as "", and state by its key: (M/N, ...) each."""
         return {"": self.shard, **self.state}
-
-
-def weighted_sum(x):
-    """x (n,), int64 -> 1 x[0] + 2 x[1] + ..."""
-    return (x * torch.arange(1, len(x) + 1, device=x.device)).sum()
 
 
 class Average(typing.NamedTuple):
@@ -2657,6 +2653,14 @@ def compute_digests():
     return digests
 
 
+def add_noise(params: Iterable[Tensor]):
+    """Change all parameters at random, because zeros would hide faults. Equal on all ranks."""
+    for i, param in enumerate(params):
+        generator = torch.Generator().manual_seed(i)
+        std = 0.2 if param.dim() < 2 else param.size(-1) ** -0.5
+        param.data += std * torch.randn(param.shape, generator=generator).to(param.device)
+
+
 class FormCheck:
     """A copy of the model with a small vocabulary and n-gram table, random parameters, 768 tokens in four
     documents, and its plain results."""
@@ -2670,9 +2674,7 @@ class FormCheck:
             stages=(stage,), extension_steps=0, embed_dtype="float32", matrix_dtype="float32")
         torch.manual_seed(0)
         self.model = GPT(cfg).to(device)
-        for param in self.model.parameters():  # zeros would hide every fault
-            std = 0.2 if param.dim() < 2 else param.size(-1) ** -0.5
-            param.data += std * torch.randn(param.shape).to(device)
+        add_noise(self.model.parameters())
         scales = DelayedScales(self.model, Comm())
         if scales.leaves:
             scales.set(0.5 * scales.read())
@@ -2749,12 +2751,7 @@ def check_compiler(trainer, train_data, val_data):
     is off on all ranks. Changes parameters and state. Returns lines for the log."""
     optimizer, comm, device = trainer.optimizer, trainer.rt.comm, trainer.rt.device
     optimizer.finish()
-    generator = torch.Generator(device)
-    for i, param in enumerate(trainer.model.parameters()):
-        if not param.spec.is_table:  # zeros would hide faults. All ranks draw the same numbers
-            std = 0.2 if param.dim() < 2 else param.size(-1) ** -0.5
-            noise = torch.randn(param.shape, generator=generator.manual_seed(i), device=device)
-            param.data.add_(noise, alpha=std)
+    add_noise(param for param in trainer.model.parameters() if not param.spec.is_table)
     _, first_step, _ = trainer.schedule.stage_ranges()[-1]
     state = trainer.schedule.at(first_step)
     batch = move_batch(next(train_data.batches(comm, first_step, first_step + 1)), device)
@@ -2767,7 +2764,7 @@ def check_compiler(trainer, train_data, val_data):
     optimizer.step_count = max(optimizer.step_count, trainer.cfg.adam_every)  # all groups have an update
     optimizer.set_numbers(state)
     for bucket in optimizer.buckets:  # random gradients have full rank, so rounding changes updates little
-        bucket.grad.normal_(generator=generator)
+        bucket.grad.normal_(generator=torch.Generator(device).manual_seed(0))
         compiled["update", bucket.name] = bucket.compute_update(bucket.update_rule)
         plain["update", bucket.name] = bucket.compute_update(bucket.rule.update)
     replaced = trainer.remove_compiler()
@@ -3750,7 +3747,7 @@ class Table(Bucket):
         rows = np.linspace(0, self.num_rows - 1, self.CHECKED_ROWS).astype(np.int64)
         plan = plan_rows([rows] * self.comm.world_size, self.comm.rank, self.num_rows)
         read = self.start_reading(move_batch(plan, self.shard.device))
-        return weighted_sum(read().contiguous().view(torch.int16).sum(1, dtype=torch.int64))
+        return read().view(torch.int16).sum(dtype=torch.int64)
 
     def gather(self):
         """The whole table (R, D), on the CPU."""
@@ -3990,9 +3987,9 @@ class Stop(AbstractContextManager):
         """Turn SIGINT, SIGTERM and SIGUSR1 into requests. On one rank the next signal acts as in Python.
         Outside the main thread nothing is caught. A signal that is ignored stays ignored."""
         def handle(signum: int, _frame):
-            if self.is_immediate:
-                raise RunError(f"stopped by {signal.Signals(signum).name}", 128 + signum)
             self.requested = self.requested or 128 + signum
+            if self.is_immediate:
+                self.follow()
             if self.rt.world_size == 1:  # a terminal and torchrun may both send a signal to several ranks
                 signal.signal(signum, self.old_handlers[signum])
 
@@ -4007,12 +4004,17 @@ class Stop(AbstractContextManager):
 
     @contextmanager
     def at_once(self):
-        """A signal ends this block: RunError."""
+        """A signal, also an earlier one that no exchange() has seen, ends this block: RunError."""
         self.is_immediate = True
         try:
+            self.follow()
             yield
         finally:
             self.is_immediate = False
+
+    def follow(self):
+        if self.requested:
+            raise RunError(f"stopped by {signal.Signals(self.requested - 128).name}", self.requested)
 
     def exchange(self):
         """The exit status that any rank asks for, or 0. All ranks call it after each step."""
@@ -5150,7 +5152,7 @@ class Checkpoints(AbstractContextManager):
                 raise
             reason = str(error).strip().splitlines() or [repr(error)]
             line = (f"in the final validation: {reason[0]}. {self.newest} has the weights. --resume=auto "
-                    f"validates them. With less memory: --resume={self.newest} --val_seq_len=...")
+                    "validates them, and --resume=PATH with another --val_seq_len needs less memory")
             if isinstance(error, (RunError, torch.OutOfMemoryError)):
                 raise RunError(line, status) from None
             raise RunError(line, status) from error
