@@ -15,8 +15,8 @@ Part two, the same mathematics, faster. A check at startup compares the fast for
 Part three, infrastructure.
     DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
 
-A name tells the type: cfg is a Config, rt a Runtime, comm a Comm, batch a Batch, and so on.
-    state is a StepState, or of a bucket a dict of tensors. x, y and other data are tensors.
+Names without an annotation: cfg is a Config, rt a Runtime, comm a Comm, batch a Batch, ops Operations,
+    state a StepState, or of a bucket a dict of tensors. x, y and other data are tensors.
 Shapes: T tokens, D model_dim, H num_heads, K channels of a query or key, L of a value, F hidden channels of
     an MLP, V padded vocabulary, N ranks, M matrices or elements of a bucket. A date in a source names a
     record of the modded-nanogpt benchmark.
@@ -284,7 +284,8 @@ class Config:
     orthogonalize: str = option("newton_schulz", "polynomial of the orthogonalization",
                                 choices=("newton_schulz", "polar_express", "six_maps"))
     mlp_lr_mul: tuple[float, float] = option((1.0, 1.0), "learning-rate multipliers of MLP matrices", 0.0)
-    decay: str = option("decoupled", "cautious: decay only where the update, or anvil's momentum, shrinks",
+    decay: str = option("decoupled", "cautious: decay only weights that the update, or anvil's slow "
+                        "momentum, shrinks",
                         choices=("decoupled", "cautious"), off="decoupled")
     decay_schedule: str = option("constant", "factor of the weight decay: 1 (constant), the learning rate's "
                                  "factor (lr), or a cosine to 0", choices=("constant", "lr", "cosine"))
@@ -376,7 +377,8 @@ def build_layers(num_layers: int, pattern: str):
 
 
 def build_laptop_layers(num_layers):
-    """Every fourth and the last layer have long windows. The upper half has skips from the lower half."""
+    """Every fourth and the last layer have long windows. The upper half has skips from the lower half. All
+    layers have key offset, and by turns one of two tables of value embeddings."""
     last = num_layers - 1
     layers = []
     for i in range(num_layers):
@@ -775,7 +777,7 @@ class GPT(nn.Module):
     def run_layers(self, batch, step_inputs, ops):
         """T tokens -> final normalized activations (T, D). These look-ups are not compiled, because
         Inductor would add the gradients of a row atomically, in a float32 copy of the table (record 32)."""
-        self.wait_for(0)  # the embedding and the tables. The loop below repeats it
+        self.wait_for(0)  # the embedding. The loop below repeats it
         table = self.head.weight if self.is_tied else self.embed
         x = F.embedding(batch.inputs, table).to(ops.dtype)  # (T, D)
         acts, scalars, ngrams = {}, {}, None
@@ -897,7 +899,8 @@ class Block(nn.Module):
         mudd_v = None
         if spec.mudd_in:
             sources = [*(acts[name] for name in spec.mudd_in), x]
-            mudd_v = sum(source * weight for source, weight in zip(sources, s["mudd_v"].split(1, dim=1)))
+            if self.attention is not None:
+                mudd_v = sum(source * weight for source, weight in zip(sources, s["mudd_v"].split(1, dim=1)))
             for source, weight in zip(sources, s["mudd_x"].split(1, dim=1)):
                 x = add_scaled(x, weight, source)
 
@@ -1563,8 +1566,9 @@ class Bucket:
         """This rank's multipliers: (M/N, 1, 1) of matrices. Of elements (M/N,), or (1,) if all are equal."""
         values = {name: getattr(param.spec, field) for name, param in self.params.items()}
         like = dict(dtype=at_least_fp32(self.values), device=self.values.device)
-        if len(self.unit) < 2 and len(set(values.values())) == 1:
-            return torch.tensor([values[self.name]], **like)
+        distinct = {number for value in values.values() for number in np.atleast_1d(value).tolist()}
+        if len(self.unit) < 2 and len(distinct) == 1:
+            return torch.tensor([*distinct], **like)
         multipliers = torch.ones(len(self.values), **like)
         for name, value in values.items():  # value: one number, or one for each stacked matrix
             value = torch.tensor(value, **like).view(-1, 1)
@@ -1627,7 +1631,8 @@ class Bucket:
     def sum_bits(self):
         """Checksum () of the values, int64. Each rank's shard has its own weight."""
         shards = self.values.flatten().view(torch.int16).view(self.comm.world_size, -1)
-        return weighted_sum(shards.sum(1, dtype=torch.int64))
+        weights = torch.arange(1, self.comm.world_size + 1, device=shards.device)
+        return (shards.sum(1, dtype=torch.int64) * weights).sum()
 
     def owned(self):
         """Yield (name, this rank's first unit of the parameter, slice of the shard) for each parameter."""
@@ -1643,11 +1648,6 @@ class Bucket:
     def tensors(self):
         """This rank's values, as "", and state by its key: (M/N, ...) each."""
         return {"": self.shard, **self.state}
-
-
-def weighted_sum(x):
-    """x (n,), int64 -> 1 x[0] + 2 x[1] + ..."""
-    return (x * torch.arange(1, len(x) + 1, device=x.device)).sum()
 
 
 class Average(typing.NamedTuple):
@@ -2468,20 +2468,15 @@ def train(cfg, rt, argv: list[str]):
         print0(f"{result} is the result of this run: nothing to do", rt)
         return
 
-    # Model: dtype, compiler and fast forms are chosen for this machine. A resumed run keeps all choices. One
-    # that begins with another run's checkpoint keeps those of options that are auto
-    kept = {name: value for name, value in saved.get("choices", {}).items()
-            if saved["key"] == run["key"] or getattr(cfg, name) in ("auto", ("auto",))}
-    rt = choose_precision(change_options(cfg, kept), rt)
+    # Model: dtype, compiler and fast forms are chosen for this machine
+    rt = choose_precision(keep_choices(cfg, run, saved), rt)
     run["choices"] = describe_choices(rt)
     trainer = Trainer(cfg, rt)
     optimizer, schedule, progress = trainer.optimizer, trainer.schedule, trainer.progress
     log, stop = RunLog(cfg, rt, run, saved, progress), Stop(rt)
-    checkpoints = Checkpoints(cfg, log, rt, train_data.bos)
     if saved:
         load_state(trainer, folder, saved)
-        checkpoints.newest = folder
-        checkpoints.newest_step = progress.step
+    checkpoints = Checkpoints(cfg, log, rt, train_data.bos, folder)
 
     # Off the clock: lock the run and allocate memory for checkpoints (else the first save does), and warm up
     started = clock(rt.device)
@@ -2566,7 +2561,8 @@ def train(cfg, rt, argv: list[str]):
 # A fast form is a faster implementation of operations of part one. It is off if one of these operations was
 # edited. At startup FormCheck computes the loss and all gradients of this model, with random parameters, by
 # fast and by plain forms. A form with other results is off. A line says so. To add a fast form, add a row to
-# FORMS and to make_operations(), its condition to choose_fast_forms(), and its functions to DIGESTS.
+# FORMS and to make_operations(), its condition to choose_fast_forms(), and its functions to DIGESTS. The
+# compiler is compared at the end of the warm-up, see check_compiler().
 
 QKV = ("make_qkv", "rotate", "rms_norm", "linear")
 ATTENTION = ("attention", "make_mask", "is_visible")
@@ -2579,6 +2575,7 @@ DIGESTS = dict(  # of the code that the fast forms compute, see compute_digests(
     linear="14b495f7", rms_norm="45595a91", relu2_mlp="852450c1", rotate="033821d4", make_qkv="6b81ec76",
     is_visible="a0344112", make_mask="71a613e4", attention="c5808774", Softcap="ebe96bc1",
     head_loss="9afe4062")
+ZERO_GRADIENT = 1e-4  # of the largest gradient norm: smaller gradients are compared as if they had this norm
 VAL_FORMS = frozenset({"rms_norm", "qkv_kernel", "flex_attention", "block_attention"})
 PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part one
 
@@ -2656,8 +2653,17 @@ def compute_digests():
     return digests
 
 
+def add_noise(params: Iterable[Tensor]):
+    """Change all parameters at random, because zeros would hide faults. Equal on all ranks."""
+    for i, param in enumerate(params):
+        generator = torch.Generator().manual_seed(i)
+        std = 0.2 if param.dim() < 2 else param.size(-1) ** -0.5
+        param.data += std * torch.randn(param.shape, generator=generator).to(param.device)
+
+
 class FormCheck:
-    """A small copy of the model: random parameters, 768 tokens in four documents, and its plain results."""
+    """A copy of the model with a small vocabulary and n-gram table, random parameters, 768 tokens in four
+    documents, and its plain results."""
 
     def __init__(self, cfg, device):
         self.lines: list[str] = []  # for the log
@@ -2668,9 +2674,7 @@ class FormCheck:
             stages=(stage,), extension_steps=0, embed_dtype="float32", matrix_dtype="float32")
         torch.manual_seed(0)
         self.model = GPT(cfg).to(device)
-        for param in self.model.parameters():  # zeros would hide every fault
-            std = 0.2 if param.dim() < 2 else param.size(-1) ** -0.5
-            param.data += std * torch.randn(param.shape).to(device)
+        add_noise(self.model.parameters())
         scales = DelayedScales(self.model, Comm())
         if scales.leaves:
             scales.set(0.5 * scales.read())
@@ -2704,11 +2708,13 @@ class FormCheck:
         it is above 0.1, vectors are left out, because most terms of their gradients cancel."""
         try:
             results = self.run(names, dtype, case)
-            for name, plain in (expected or self.plain).items():
+            expected = expected or self.plain
+            largest = max(plain.norm() for name, plain in expected.items() if name != "loss")
+            for name, plain in expected.items():
                 error = float((results[name] - plain).norm())
                 if limit > 0.1 and plain.dim() == 1 and math.isfinite(error):
                     continue
-                if not error <= limit * plain.norm():  # a gradient may be zero
+                if not error <= limit * max(plain.norm(), ZERO_GRADIENT * largest):
                     return f"{name} differs from its plain form by {error / plain.norm():.3g}"
         except Exception as failure:  # a compiler error must not stop training
             return f"it fails on this {self.plain['loss'].device.type} device: {str(failure).strip()[:120]}"
@@ -2745,12 +2751,7 @@ def check_compiler(trainer, train_data, val_data):
     is off on all ranks. Changes parameters and state. Returns lines for the log."""
     optimizer, comm, device = trainer.optimizer, trainer.rt.comm, trainer.rt.device
     optimizer.finish()
-    generator = torch.Generator(device)
-    for i, param in enumerate(trainer.model.parameters()):
-        if not param.spec.is_table:  # zeros would hide faults. All ranks draw the same numbers
-            std = 0.2 if param.dim() < 2 else param.size(-1) ** -0.5
-            noise = torch.randn(param.shape, generator=generator.manual_seed(i), device=device)
-            param.data.add_(noise, alpha=std)
+    add_noise(param for param in trainer.model.parameters() if not param.spec.is_table)
     _, first_step, _ = trainer.schedule.stage_ranges()[-1]
     state = trainer.schedule.at(first_step)
     batch = move_batch(next(train_data.batches(comm, first_step, first_step + 1)), device)
@@ -2763,7 +2764,7 @@ def check_compiler(trainer, train_data, val_data):
     optimizer.step_count = max(optimizer.step_count, trainer.cfg.adam_every)  # all groups have an update
     optimizer.set_numbers(state)
     for bucket in optimizer.buckets:  # random gradients have full rank, so rounding changes updates little
-        bucket.grad.normal_(generator=generator)
+        bucket.grad.normal_(generator=torch.Generator(device).manual_seed(0))
         compiled["update", bucket.name] = bucket.compute_update(bucket.update_rule)
         plain["update", bucket.name] = bucket.compute_update(bucket.rule.update)
     replaced = trainer.remove_compiler()
@@ -2777,13 +2778,17 @@ def check_compiler(trainer, train_data, val_data):
             plain |= run_batches(trainer, state, batch, val_batch, val_data)
 
     problem = ""
+    largest = max((measure_norm(x) for (kind, _), x in plain.items() if kind == "gradient"), default=0.0)
     for (kind, name), expected in plain.items():
         limit = COMPILER_LIMITS[kind][trainer.ops.dtype != torch.float32]
         if trainer.fast & {*FP8_FORMS} and name != "validation":
             limit *= 4
+        norm = measure_norm(expected)
+        if kind == "gradient":
+            norm = max(norm, ZERO_GRADIENT * largest)
         error = measure_norm(compiled[kind, name] - expected)
-        if not error <= limit * measure_norm(expected):
-            problem = f"{kind} of {name} differs by {error / measure_norm(expected):.2g}"
+        if not error <= limit * norm:
+            problem = f"{kind} of {name} differs by {error / norm:.2g}"
             break
     problem = max(comm.gather_objects(problem))
     if problem:
@@ -3742,7 +3747,7 @@ class Table(Bucket):
         rows = np.linspace(0, self.num_rows - 1, self.CHECKED_ROWS).astype(np.int64)
         plan = plan_rows([rows] * self.comm.world_size, self.comm.rank, self.num_rows)
         read = self.start_reading(move_batch(plan, self.shard.device))
-        return weighted_sum(read().contiguous().view(torch.int16).sum(1, dtype=torch.int64))
+        return read().view(torch.int16).sum(dtype=torch.int64)
 
     def gather(self):
         """The whole table (R, D), on the CPU."""
@@ -3982,9 +3987,9 @@ class Stop(AbstractContextManager):
         """Turn SIGINT, SIGTERM and SIGUSR1 into requests. On one rank the next signal acts as in Python.
         Outside the main thread nothing is caught. A signal that is ignored stays ignored."""
         def handle(signum: int, _frame):
-            if self.is_immediate:
-                raise RunError(f"stopped by {signal.Signals(signum).name}", 128 + signum)
             self.requested = self.requested or 128 + signum
+            if self.is_immediate:
+                self.follow()
             if self.rt.world_size == 1:  # a terminal and torchrun may both send a signal to several ranks
                 signal.signal(signum, self.old_handlers[signum])
 
@@ -3999,12 +4004,17 @@ class Stop(AbstractContextManager):
 
     @contextmanager
     def at_once(self):
-        """A signal ends this block: RunError."""
+        """A signal, also an earlier one that no exchange() has seen, ends this block: RunError."""
         self.is_immediate = True
         try:
+            self.follow()
             yield
         finally:
             self.is_immediate = False
+
+    def follow(self):
+        if self.requested:
+            raise RunError(f"stopped by {signal.Signals(self.requested - 128).name}", self.requested)
 
     def exchange(self):
         """The exit status that any rank asks for, or 0. All ranks call it after each step."""
@@ -4438,7 +4448,8 @@ def list_values(cfg):
 
 
 def check(cfg):
-    """Raise RunError for the first value that is out of range, and for the first contradiction."""
+    """Raise RunError for the first option that is out of range, and for the first contradiction. Fields of
+    layers and stages are checked by find_problems()."""
     for name, (field, value) in list_values(cfg).items():
         low, high, choices = (field.metadata[key] for key in ("low", "high", "choices"))
         items = value if isinstance(value, tuple) else (value,)
@@ -4970,6 +4981,16 @@ def find_start(cfg, run: dict, rt):
     return None, {}, f"starting anew: no whole checkpoint in {folder}"
 
 
+def keep_choices(cfg, run: dict, saved: dict):
+    """cfg with the choices of a checkpoint. A run that goes on keeps all of them. A run that begins with the
+    checkpoint of another run keeps those of options that are auto."""
+    kept = {}
+    for name, value in saved.get("choices", {}).items():
+        if saved["key"] == run["key"] or getattr(cfg, name) in ("auto", ("auto",)):
+            kept[name] = value
+    return change_options(cfg, kept)
+
+
 def collect_rows(trainer):
     """This rank's rows as {NAME/KEY/FIRST_ROW: tensor}. Training draws no random numbers."""
     trainer.optimizer.finish()
@@ -5016,10 +5037,11 @@ class Checkpoints(AbstractContextManager):
     MODEL_BYTES = 10**9  # limit of model.pt
     LAST_BYTES = 8 * 10**9  # limit of a checkpoint of the last step without --checkpoint_every
 
-    def __init__(self, cfg, log, rt, bos: int):
+    def __init__(self, cfg, log, rt, bos: int, loaded: Path | None):
+        """loaded: the checkpoint that the run continues."""
         self.folder = find_key_folder(cfg, log.run) / log.run["run_id"]
-        self.newest: Path | None = None  # the last checkpoint that was loaded or saved
-        self.newest_step = -1
+        self.newest = loaded  # the last checkpoint that was loaded or saved
+        self.newest_step = log.progress.step if loaded else -1
         self.is_extra = False  # whether it is removed once the result is written
         self.log, self.rt, self.bos, self.lock = log, rt, bos, None
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
@@ -5130,7 +5152,7 @@ class Checkpoints(AbstractContextManager):
                 raise
             reason = str(error).strip().splitlines() or [repr(error)]
             line = (f"in the final validation: {reason[0]}. {self.newest} has the weights. --resume=auto "
-                    f"validates them. With less memory: --resume={self.newest} --val_seq_len=...")
+                    "validates them, and --resume=PATH with another --val_seq_len needs less memory")
             if isinstance(error, (RunError, torch.OutOfMemoryError)):
                 raise RunError(line, status) from None
             raise RunError(line, status) from error
@@ -5168,7 +5190,8 @@ def list_tensors(trainer, with_tables: bool):
 
 
 class Snapshot:
-    """A copy in memory of parameters and optimizer state at one step."""
+    """A copy in memory of parameters and optimizer state at one step. Tables with sparse updates are part of
+    it only with_tables."""
 
     def __init__(self, trainer, with_tables: bool = True):
         self.trainer = trainer
@@ -5178,7 +5201,7 @@ class Snapshot:
         self.copies = [tensor.clone() for tensor in list_tensors(trainer, with_tables)]
 
     def restore(self):
-        """Restore the snapshot exactly, and discard all gradients."""
+        """Restore all bits of the snapshot, and discard all gradients."""
         optimizer = self.trainer.optimizer
         optimizer.finish()
         optimizer.step_count = self.step_count
@@ -5190,7 +5213,7 @@ class Snapshot:
 
 # ==== TELEMETRY AND GUARD ==================================================================================
 # Telemetry writes measurements into <run_id>.jsonl. The guard restores an earlier state if training
-# diverges. Both wrap the updates of buckets, so the recipe does not know them.
+# diverges. Both wrap the updates of buckets. Only train() calls them.
 
 def measure_norm(x):
     return torch.linalg.vector_norm(x, dtype=at_least_fp32(x))

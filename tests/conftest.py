@@ -255,6 +255,11 @@ def read_tensors(step: Path) -> dict[str, torch.Tensor]:
     return {name: torch.cat([rows for _, rows in parts]) for name, parts in entries.items()}
 
 
+def copy_rows(trainer) -> dict[str, torch.Tensor]:
+    """Copies of what a checkpoint holds."""
+    return {entry: rows.clone() for entry, rows in gpt.collect_rows(trainer).items()}
+
+
 def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return ((ours.double() - exact.double()).norm() / exact.double().norm()).item()
 

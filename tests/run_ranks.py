@@ -142,12 +142,14 @@ def scales(out: str) -> None:
 
 def fail(mode: str, at_rank: str, *argv: str) -> int:
     """A real run in which one rank fails, or gets a signal, in a step, or cannot save it ("full disk"). "none": no
-    failure. "late": none, but while rank 0 locks the run, an older process adds the steps in late/. at_rank: RANK or
-    RANK@STEP, without the steps of the warm-up. The default is step 5."""
+    failure. "late": none, but while rank 0 locks the run, an older process adds the steps in late/. "term in
+    validation": all ranks get a signal in the final one. at_rank: RANK or RANK@STEP, without the steps of the warm-up.
+    The default is step 5."""
     torch.set_num_threads(1)
     gpt.STEP_TIMEOUT = datetime.timedelta(seconds=20)  # a sixth of the real one
-    real, write, end_step, catch_signals, lock = (
-        gpt.Trainer.train_step, gpt.write_atomic, gpt.Guard.end_step, gpt.Stop.catch_signals, gpt.lock_run)
+    real, write, end_step, catch_signals, lock, validate = (
+        gpt.Trainer.train_step, gpt.write_atomic, gpt.Guard.end_step, gpt.Stop.catch_signals, gpt.lock_run,
+        gpt.Trainer.validate)
     at_rank, _, at_step = at_rank.partition("@")
     signals, is_warm = dict(kill=signal.SIGKILL, freeze=signal.SIGSTOP, term=signal.SIGTERM, int=signal.SIGINT), []
 
@@ -175,6 +177,13 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
                 os.kill(os.getpid(), signals[mode])
         return real(trainer, *args)
 
+    def validate_and_stop(trainer, *args):
+        if is_warm and trainer.progress.step == trainer.cfg.num_iterations:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return validate(trainer, *args)
+
+    if mode == "term in validation":
+        gpt.Trainer.validate = validate_and_stop
     if mode == "slow disk":
         gpt.write_atomic = write_slowly
     if mode == "full disk":
@@ -254,16 +263,27 @@ def train_corrupted(what: str, *argv: str) -> int:
 
 
 def train_mixed(what: str, folder: str, options: str, *argv: str) -> int:
-    """A real run in which rank 1 has other options, data (from another folder) or script."""
+    """A real run in which rank 1 has other options, data (from another folder) or script, or runs in that folder."""
     torch.set_num_threads(1)
     if os.environ["RANK"] == "1":
         argv = [*argv, *shlex.split(options)]
         if what == "data":  # like a stale file on the local disk of a node
             find = gpt.find_shards
             gpt.find_shards = lambda *args: [str(Path(folder, Path(path).name)) for path in find(*args)]
+        if what == "folder":
+            os.chdir(folder)
         if what == "script":
             gpt.SCRIPT += b"\n"
     return gpt.main(list(argv))
+
+
+def train_with_limits(limits: str, *argv: str) -> None:
+    """Real runs, one after the other. Each has its folder and its limits {folder: [MODEL_BYTES, LAST_BYTES]}."""
+    torch.set_num_threads(1)
+    rt = gpt.start_runtime(gpt.make_config(gpt.parse_argv(argv)))
+    for folder, (gpt.Checkpoints.MODEL_BYTES, gpt.Checkpoints.LAST_BYTES) in json.loads(limits).items():
+        gpt.train(gpt.make_config(gpt.parse_argv([*argv, f"--out={folder}"])), rt, list(argv))
+    rt.comm.close()
 
 
 def find_port() -> int:

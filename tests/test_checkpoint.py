@@ -307,22 +307,6 @@ def test_a_signal_waits_for_the_last_gradient(shards, here, monkeypatch):
     assert list_saved() == ["step_000006"]
 
 
-def test_a_signal_in_the_last_step(shards, here, monkeypatch, capsys):
-    """The run saves before the final validation, which the next life does. A signal during that one, or
-    while the result is written, has no effect."""
-    args = ["--num_iterations=8", "--val_loss_every=4"]
-    whole = run(shards, *args)
-    with monkeypatch.context() as patch:
-        stop_at(patch, 8)
-        assert run(shards, *args, status=143) is None
-    assert "stopped by SIGTERM after step 8 of 8: " in capsys.readouterr().err
-    for owner, name in ((gpt.Trainer, "validate"), (gpt.RunLog, "finish")):
-        with monkeypatch.context() as patch:
-            before_call(patch, owner, name, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-            assert points_of(run(shards, *args, "--resume=auto")) == points_of(whole)
-        forget()
-
-
 def test_signals_are_left_alone_in_a_thread_and_if_they_are_ignored(shards, here, monkeypatch):
     handlers, statuses = [], []
     before_call(monkeypatch, gpt.Stop, "exchange",
@@ -338,6 +322,230 @@ def test_signals_are_left_alone_in_a_thread_and_if_they_are_ignored(shards, here
     finally:
         signal.signal(signal.SIGTERM, old)
     assert statuses == [0, 0] and handlers == [old, old, signal.SIG_IGN, signal.SIG_IGN]
+
+
+# ---- the last step --------------------------------------------------------------------------------------------------
+
+
+def send_sigterm(*_) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+LAST = ["--num_iterations=8", AT_THE_END, "--averages=on"]
+STOPPED = "stopped by SIGTERM after step 8 of 8: STEP. --resume=auto continues"
+UNFINISHED = ("in the final validation: REASON. STEP has the weights. --resume=auto validates them, and --resume=PATH with "
+              "another --val_seq_len needs less memory")
+VALIDATION = UNFINISHED.replace("REASON", "stopped by SIGTERM")
+
+
+def check_the_end(shards, monkeypatch, errors: str, line: str, *args) -> None:
+    """This line is the last one of the errors and of the log. The next life is stopped in the validation of step 8. The
+    life after that finishes it, with the points of a run without a stop. Neither saves it again."""
+    line = line.replace("STEP", str(find_saved(8)))
+    (log,) = Path("logs").glob("*.txt")
+    assert errors.splitlines()[-1].removeprefix("train_gpt.py: ").removeprefix("error: ") == line
+    assert log.read_text().splitlines()[-1] == line
+    before_call(monkeypatch, gpt.Checkpoints, "save", lambda _, trainer, **more: (
+        trainer.progress.resumed_at and pytest.fail("it was saved again")))
+    with monkeypatch.context() as patch:
+        before_call(patch, gpt.Trainer, "validate", send_sigterm)
+        run(shards, *LAST, *args, "--resume=auto", status=143)
+    assert log.read_text().splitlines()[-1] == VALIDATION.replace("STEP", str(find_saved(8)))
+    again = run(shards, *LAST, *args, "--resume=auto")
+    assert again["resumed_at"] == [8] and points_of(again) == points_of(run(shards, *LAST, "--out=whole"))
+    assert list_saved()[-1] == "step_000008"
+
+
+@pytest.mark.parametrize("args", [[], ["--checkpoint_every=4"]], ids=["", "checkpoint_every"])
+@pytest.mark.parametrize("owner, name, line", [
+    (gpt.Trainer, "train_step", STOPPED),
+    (gpt.Stop, "finish_exchange", STOPPED),
+    (gpt.Trainer, "validate", VALIDATION)],
+    ids=["last step", "before the save", "validation"])
+def test_a_signal_at_the_end(shards, here, monkeypatch, capsys, owner, name, line, args):
+    """In the last step, before the last checkpoint, or in the final validation, which it ends at once. The averages,
+    which change the weights between the last two, are applied once."""
+    with monkeypatch.context() as patch:
+        at_step(patch, 8, send_sigterm) if name == "train_step" else before_call(patch, owner, name, send_sigterm)
+        assert run(shards, *LAST, *args, status=143) is None
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    check_the_end(shards, monkeypatch, errors, line, *args)
+
+
+def test_a_signal_after_the_final_validation_has_no_effect(shards, here, monkeypatch):
+    before_call(monkeypatch, gpt.RunLog, "finish", send_sigterm)
+    assert len(run(shards, *LAST)["train_points"]) == 8 and list_saved() == []
+
+
+@pytest.mark.parametrize("mode, line", [
+    ("term", STOPPED.replace("8", "5")), ("term in validation", VALIDATION)], ids=["last step", "validation"])
+def test_ranks_get_a_signal_at_the_end(shards, here, rounding, mode, line):
+    """In the last step one of two, in the final validation both. One rank validates the checkpoint."""
+    args = [ONE_SEQUENCE, "--num_iterations=5", "--tokens_per_step=1024", AT_THE_END]
+    errors = train_ranks(2, mode, shards, *args, status=143)
+    assert errors == f"train_gpt.py: {line}\n".replace("STEP", str(find_saved(5)))
+    again = run(shards, *args, "--resume=auto")
+    assert again["resumed_at"] == [5] and again["hardware"]["ranks"] == 1
+    assert again["final_val_loss"] == run(shards, *args, "--out=alone")["final_val_loss"]
+
+
+@pytest.mark.parametrize("error, reason, has_traceback", [
+    (torch.OutOfMemoryError("CUDA out of memory.\nMore"), "CUDA out of memory.", False),
+    (ValueError("no such mask\nMore"), "no such mask", True), (KeyError(), "KeyError()", True)], ids=repr)
+def test_a_final_validation_that_fails(shards, here, monkeypatch, capsys, error, reason, has_traceback):
+    """Status 1. The last line has the first line of the error and the weights, after the traceback of an unexpected
+    error."""
+    with monkeypatch.context() as patch:
+        patch.setattr(gpt.Trainer, "validate", lambda *_: throw(error))
+        run(shards, *LAST, status=1)
+    errors = capsys.readouterr().err
+    assert ("Traceback" in errors) == ("in validate" in errors or "in throw" in errors) == has_traceback
+    assert has_traceback or errors.count("\n") == 1
+    check_the_end(shards, monkeypatch, errors, UNFINISHED.replace("REASON", reason))
+
+
+def throw(error: Exception):
+    raise error
+
+
+def refuse(patch, pattern: str) -> None:
+    """The disk is full for files whose path fits a pattern."""
+    before_call(patch, gpt, "write_atomic", lambda path, *_: path.match(pattern) and throw(
+        OSError(28, "No space left on device", str(path))))
+
+
+@pytest.mark.parametrize("case", ["a RunError", "too large", "full disk"])
+def test_a_failed_validation_names_no_weights(shards, here, monkeypatch, capsys, case):
+    """If the error has its own advice, or if the weights are not saved."""
+    error, args = ValueError("no such mask"), []
+    if case == "a RunError":
+        error = gpt.RunError("rank 1 has other parameters")
+    if case == "too large":
+        monkeypatch.setattr(gpt.Checkpoints, "LAST_BYTES", 0)
+    if case == "full disk":
+        refuse(monkeypatch, "step_000008/*")
+        args = ["--checkpoint_every=4"]
+    monkeypatch.setattr(gpt.Trainer, "validate", lambda *_: throw(error))
+    run(shards, *LAST, *args, status=1)
+    errors = capsys.readouterr().err
+    assert "the weights" not in errors and ("Traceback" in errors) == (case != "a RunError")
+    assert case != "a RunError" or errors == "train_gpt.py: error: rank 1 has other parameters\n"
+
+
+@pytest.mark.parametrize("args, kept", [([], []), (["--checkpoint_every=5"], ["step_000005", "step_000008"])])
+def test_the_last_step_stays_until_all_is_written(shards, here, monkeypatch, args, kept):
+    """It is saved before the averages and the validation, and without --checkpoint_every it goes after model.pt."""
+    found, saved = {}, kept or ["step_000008"]
+
+    def note(name):
+        files = [path for pattern in ("logs/*.json", "checkpoints/*/*/model.pt") for path in here.glob(pattern)]
+        found[name] = list_saved(), [path.suffix for path in files]
+
+    for owner, name in ((gpt.Optimizer, "apply_averages"), (gpt.Trainer, "validate"), (gpt.RunLog, "finish"),
+                        (gpt.Checkpoints, "write_model"), (gpt.Checkpoints, "remove_last")):
+        before_call(monkeypatch, owner, name, lambda *_, name=name: note(name))
+    run(shards, *LAST, *args)
+    assert found == dict(apply_averages=(saved, []), validate=(saved, []), finish=(saved, []),
+                         write_model=(saved, [".json"]), remove_last=(saved, [".json", ".pt"]))
+    assert list_saved() == kept
+
+
+@pytest.mark.parametrize("pattern", ["logs/*.json", "model.pt"])
+def test_the_last_step_stays_if_the_result_is_not_written(shards, here, monkeypatch, capsys, pattern):
+    """Or model.pt. Status 1, one line, and the next life writes the result, or names it."""
+    with monkeypatch.context() as patch:
+        refuse(patch, pattern)
+        run(shards, *LAST, status=1)
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and "No space left on device" in errors
+    assert list_saved() == ["step_000008"] and gpt.is_whole(find_saved(8), make_runtime())
+    again = run(shards, *LAST, "--resume=auto")
+    assert (again is None) == (pattern == "model.pt") == ("is the result of this run" in capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("owner, name", [
+    (gpt.Checkpoints, "save_last"), (gpt.Optimizer, "apply_averages")], ids=["save", "averages"])
+def test_a_signal_between_the_last_save_and_the_validation(shards, here, monkeypatch, capsys, owner, name):
+    """It ends the run as one in the final validation."""
+    with monkeypatch.context() as patch:
+        before_call(patch, owner, name, send_sigterm)
+        run(shards, *LAST, status=143)
+    check_the_end(shards, monkeypatch, capsys.readouterr().err, VALIDATION)
+
+
+@pytest.mark.xfail(strict=True, reason="a run without --checkpoint_every ends without its result")
+@pytest.mark.parametrize("case, reason", [
+    ("full disk", "step_000008 was not written: "), ("locked", "is in use by another process"), ("no lock", "no lock")])
+def test_a_last_step_that_cannot_be_saved(shards, here, monkeypatch, capsys, case, reason):
+    """A line has the reason, and the run goes on: nobody asked for this checkpoint. A failed validation then names no
+    weights."""
+    if case == "full disk":
+        refuse(monkeypatch, "step_000008/*")
+    if case == "locked":
+        monkeypatch.setattr(gpt, "lock_run", lambda _: None)
+    if case == "no lock":
+        monkeypatch.setattr(gpt, "lock_run", lambda _: throw(OSError(37, "no lock")))
+    assert len(run(shards, *LAST)["train_points"]) == 8
+    out, errors = capsys.readouterr()
+    assert reason in out and errors == "" and list_saved() == []
+    monkeypatch.setattr(gpt.Trainer, "validate", lambda *_: throw(ValueError("no such mask")))
+    run(shards, *LAST, status=1)
+    assert "the weights" not in capsys.readouterr().err
+
+
+@pytest.mark.xfail(strict=True, reason="--resume=auto has another key, and would start anew")
+@pytest.mark.parametrize("owner, name, line", [
+    (gpt.Stop, "finish_exchange", STOPPED), (gpt.Trainer, "validate", VALIDATION)], ids=["before the save", "validation"])
+def test_a_line_names_the_option_that_continues(shards, here, monkeypatch, capsys, owner, name, line):
+    """In a run that began with --resume=PATH it is this option."""
+    run(shards, *LAST, "--num_iterations=4", "--checkpoint_every=4")
+    args = [*LAST, option := f"--resume={find_saved(4)}"]
+    with monkeypatch.context() as patch:
+        before_call(patch, owner, name, send_sigterm)
+        run(shards, *args, status=143)
+    line = line.replace("STEP", str(find_saved(8))).replace("--resume=auto", option)
+    assert capsys.readouterr().err == f"train_gpt.py: {line}\n"
+    assert run(shards, *args)["resumed_at"] == [4, 8]
+
+
+def test_a_large_last_step_is_saved_on_request(shards, here, monkeypatch, capsys):
+    """LAST_BYTES is the largest size that is saved without a signal before."""
+    with monkeypatch.context() as patch:
+        stop_at(patch, 8)
+        run(shards, *LAST, status=143)
+    size = sum(rows.nbytes for rows in read_tensors(find_saved(8)).values())
+    saves = []
+    before_call(monkeypatch, gpt.Checkpoints, "save", lambda _, trainer, **more: saves.append(trainer.progress.step))
+    for limit in (size, size - 1):
+        monkeypatch.setattr(gpt.Checkpoints, "LAST_BYTES", limit)
+        capsys.readouterr()
+        run(shards, *LAST)
+        line = "no checkpoint, because it has 0 GB: --checkpoint_every=8 writes it\n"
+        assert saves == [8] and capsys.readouterr().out.count(line) == (limit < size)
+    before_call(monkeypatch, gpt.Stop, "finish_exchange", send_sigterm)
+    run(shards, *LAST, status=143)
+    assert saves == [8, 8]
+
+
+def test_ranks_decide_by_the_bytes_of_all(shards, here, monkeypatch):
+    """Of two ranks the first has one more row of a table. With limits between twice their bytes each rank alone would
+    decide otherwise than the other, which would wait for it."""
+    args = ["--ngram_rows=201", '--groups={"ngram": {"rule": "adamw"}}', "--tokens_per_step=1024", "--num_iterations=1"]
+    args = [*TINY, *data_args(shards), *args, AT_THE_END]
+    cfg, last, model = gpt.make_config(gpt.parse_argv(args)), [], []
+    monkeypatch.setattr(gpt.Comm, "broadcast", lambda *_: None)
+    for rank in range(2):
+        trainer = gpt.Trainer(cfg, make_runtime(rank, 2))
+        last.append(sum(rows.nbytes for rows in gpt.collect_rows(trainer).values()))
+        model.append(sum(bucket.shard.nbytes for bucket in trainer.optimizer.buckets))
+    for first, second in (last, model):
+        assert 2 * first > first + second > 2 * second
+    limits = {"model": [sum(model), sum(last) - 1], "last": [sum(model) - 1, sum(last)]}
+    ends, _, errors = run_ranks("train_with_limits", 2, json.dumps(limits), *args)
+    assert [status for status, _ in ends] == [0, 0], errors[-2000:]
+    written = sorted(str(path.relative_to(here)).split("/")[0::4] for path in here.glob("*/checkpoints/*/*/*"))
+    assert written == [["last", ".lock"], ["model", "model.pt"]]  # .lock: it was saved, and then removed
 
 
 # ---- which checkpoint -----------------------------------------------------------------------------------------------
@@ -367,17 +575,74 @@ def test_the_key_of_a_run(shards, monkeypatch):
     assert make()["key"] != first["key"]
 
 
-def test_auto_takes_the_newest_run_of_its_key(shards, here, monkeypatch, capsys):
-    """Another learning rate or seed is another key."""
+def test_auto_takes_the_furthest_step_of_its_key(shards, here, monkeypatch, capsys):
+    """Also of an older run, as after a clock was set back. Of equal steps the newest run's. Another learning rate or
+    seed is another key."""
     args, moments = ["--num_iterations=400", AT_THE_END], iter(range(1, 9))
     monkeypatch.setattr(gpt.time, "strftime", lambda *_: f"20260101-00000{next(moments)}")
-    for step, more in ((4, []), (3, ["--head_lr=0.01"]), (2, []), (5, ["--seed=1"])):
+    for step, more in ((4, []), (7, ["--head_lr=0.01"]), (2, []), (9, ["--seed=1"]), (6, ["--resume=auto"]),
+                       (6, []), (8, ["--resume=auto"])):
         with monkeypatch.context() as patch:
             stop_at(patch, step)
             run(shards, *args, *more, status=143)
-    stop_at(monkeypatch, 6)
-    run(shards, *args, "--resume=auto", status=143)
-    assert re.search(r"^resumed \S+/20260101-000003_seed0_\w+/step_000002$", capsys.readouterr().out, re.M)
+    found = re.findall(r"^resumed \S+/20260101-00000(\d)_seed0_\w+/step_(\d+)$", capsys.readouterr().out, re.M)
+    assert found == [("1", "000004"), ("6", "000006")]
+
+
+def test_steps_are_sorted_as_numbers(shards, here, capsys):
+    """From a million on names are longer. Copies of step 4 have such names: the furthest continues, two stay."""
+    args = ["--num_iterations=6", "--checkpoint_every=2", AT_THE_END]
+    run(shards, *args)
+    step, names = find_saved(4), ["step_1000000", "step_999998", "step_999999"]
+    for name in names:
+        shutil.copytree(step, step.with_name(name))
+    forget(6)
+    capsys.readouterr()
+    run(shards, *args, "--resume=auto")
+    assert f"resumed {step.with_name('step_1000000')}\n" in capsys.readouterr().out
+    assert list_saved() == ["step_1000000", "step_999999"]
+
+
+def test_rank_0_lists_the_steps(shards, here):
+    """Rank 1, in another folder, lacks rank 0's steps 4 and 5, and has a step 6. Both take step 2."""
+    args = ["--num_iterations=6", "--checkpoint_every=2", AT_THE_END, "--tokens_per_step=1024", ONE_SEQUENCE]
+    run(shards, *args)
+    (folder,) = Path("checkpoints").glob("*/*")
+    shutil.copytree("checkpoints", "other/checkpoints")
+    (folder / "step_000006").rename(folder / "step_000005")
+    shutil.rmtree(Path("other", folder, "step_000004"))
+    shutil.copytree(folder / "step_000004", folder / "step_000002")
+    shutil.copytree(folder / "step_000004", Path("other", folder, "step_000002"))
+    forget()
+    words = [*TINY, *data_args(shards), *args, "--resume=auto"]
+    ends, out, errors = run_ranks("train_mixed", 2, "folder", "other", "", *words)
+    assert [status for status, _ in ends] == [0, 0], errors[-2000:]
+    assert f"resumed {folder}/step_000002 ({folder}/step_000005 is not whole)\n" in out
+
+
+def test_a_checkpoint_of_other_data(shards, here, capsys):
+    """A line has the tokens that it has read. The same data by another name are no other data."""
+    args = ["--num_iterations=6", "--checkpoint_every=3", AT_THE_END]
+    run(shards, *args)
+    (here / "link").symlink_to(shards)
+    for files, is_other in ((f"{shards}/train_1.bin", True), (f"{here}/link/train_*.bin", False)):
+        capsys.readouterr()
+        run(shards, *args, f"--resume={find_saved(3)}", f"--train_files={files}", f"--out={is_other}")
+        line = f"resumed {find_saved(3)}"
+        if is_other:
+            line += ". It has read 1,536 tokens of other data: this run skips as many at the start of its own"
+        assert f"\n{line}\n" in capsys.readouterr().out
+
+
+def test_a_checkpoint_needs_no_fp8_scales(shards, here):
+    """Those of the run stay as they are, and its losses too, because it has no FP8."""
+    whole, path = run(shards, *SAVED), find_saved(3) / "rank0.pt"
+    tensors = torch.load(path, weights_only=True)
+    del tensors["fp8/scales/0"]
+    torch.save(tensors, path)
+    forget(6)
+    again = run(shards, *SAVED, "--resume=auto")
+    assert again["resumed_at"] == [3] and points_of(again) == points_of(whole)
 
 
 def test_a_path_begins_a_new_run_that_continues_itself(shards, here, monkeypatch):

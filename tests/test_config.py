@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, gpt, run
 
 PRESETS = [*gpt.PRESETS, *sorted(path.stem for path in (ROOT / "records/presets").glob("*.json"))]
@@ -199,6 +200,7 @@ STAGE = '"duration":1,"window_long":128,"window_short":64'
         (["--preset=laptpo"], "laptpo"),
         (["--num_iterations=0"], "--num_iterations=0"),
         (["--final_lr_frac", "-0.5"], "-0.5"),
+        (["--final_lr_frac", "-5e-1"], "--final_lr_frac=-0.5"),
         (["--seed=99999999999999999999999"], "99999999999999999999999"),
         (["--matrix_betas=0.9"], "0.9"),
         (["--momentum=0.5,1.5"], "1.5"),
@@ -222,10 +224,20 @@ STAGE = '"duration":1,"window_long":128,"window_short":64'
         (['--layers={"gates_from":1}'], "gates_from=1"),
         (['--layers={"gates_from":-1}'], "gates_from=-1"),
         (['--layers={"xsb":true}'], "unknown name 'xsb'"),
+        (['--layers={"paired":true}', "--num_heads=1", "--head_dim=64"], "--num_heads=1 is odd"),
+        (['--layers={"attention":"none","value_embed":null,"mudd_out":["attn_in"]}'], "no attention"),
+        (['--layers={"mlp":false,"mudd_out":["mlp_in"]}'], "no mlp"),
+        (['--layers={"mlp":false,"second_mlp":true}'], "no mlp"),
+        (['--layers={"v_dim":64}'], "v_dim=64: give 1 to --head_dim=32"),
+        (['--stages={"window_short":-1}'], "window_short=-1"),
+        (['--stages={"duration":0}'], "duration=0"),
+        (['--stages={"lr_factor":-1}'], "lr_factor=-1"),
+        (["--ngram_rows=7", "--ngram_order=5"], "--ngram_rows=7: give 0, or at least 8"),
         (["--record=../x"], "../x"),
         (["--fast=kernel_that_is_not_there"], "kernel_that_is_not_there"),
         (["--extension_steps=12"], "--extension_steps=12"),
         (["--train_files=none/*.bin"], "none/*.bin"),
+        (["--guard=on", "--ngram_rows=7812501"], "n-gram table, which has 2.0 GB: give --guard=off"),
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else "",
 )
@@ -234,6 +246,13 @@ def test_bad_input_ends_with_status_2_and_one_line(args, value, capsys, here):
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("train_gpt.py: error: ")
     assert value in err and not any(path.is_file() for path in here.rglob("*"))
+
+
+def test_the_guard_copies_tables_up_to_2_gb():
+    """Of rows with 64 values of 4 or 2 bytes. One row more is refused, see above."""
+    for options in (dict(guard=True, ngram_rows=7_812_500), dict(ngram_rows=7_812_501),
+                    dict(guard=True, ngram_rows=15_625_000, embed_dtype="bfloat16")):  # fmt: skip
+        assert gpt.make_config(dict(options, preset="smoke")).ngram_rows == options["ngram_rows"]
 
 
 def test_an_object_changes_all_layers_or_stages():
@@ -277,6 +296,49 @@ def test_help_names_every_option(capsys):
     assert len(gpt.GROUP_OPTIONS) == 13
     assert all(f"--{name} " in text for name in [*names, *gpt.GROUP_OPTIONS])
     assert all(name in text for name in gpt.PRESETS)
+
+
+@pytest.mark.parametrize("options, preset", [([], "laptop"), (["--device=cpu"], "laptop"), (["--preset=smoke"], "smoke")])
+def test_help_shows_the_defaults_of_the_preset_that_runs(capsys, monkeypatch, options, preset):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(options))
+    with pytest.raises(SystemExit):
+        gpt.main([*options, "--help"])
+    assert f"Defaults of {preset}:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("variable", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_a_launcher_without_torchrun_is_refused(monkeypatch, variable):
+    """Each of its processes would train alone. With RANK torchrun has started this process."""
+    cfg = gpt.make_config(dict(preset="smoke", device="cpu"))
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(gpt.RunError, match=f"{variable}=2 without torchrun") as error:
+        gpt.start_runtime(cfg)
+    assert error.value.status == 2
+    monkeypatch.setenv("RANK", "0")
+    assert gpt.start_runtime(cfg).world_size == 1
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv(variable, "1")
+    assert gpt.start_runtime(cfg).world_size == 1
+
+
+@pytest.mark.parametrize("local_rank, line", [
+    (1, "2 ranks on this machine, but PyTorch sees 1 GPUs: start at most 1"),
+    (0, "Old GPU has capability 3.7, and PyTorch .* was built for sm_80, sm_90: .*no kernel image")])
+def test_gpus_that_cannot_run_are_one_line(monkeypatch, local_rank, line):
+    """A rank without a GPU, and a GPU for which this PyTorch has no kernels."""
+    def refuse(*_, **__):
+        raise RuntimeError("CUDA error: no kernel image is available\nCompile with ...")
+
+    answers = dict(is_available=True, device_count=1, get_device_capability=(3, 7), get_device_name="Old GPU",
+                   get_arch_list=["sm_80", "sm_90"])
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch, "ones", refuse)
+    for name, value in (("RANK", local_rank), ("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(gpt.RunError, match=line) as error:
+        gpt.start_runtime(gpt.make_config(dict(preset="smoke")))
+    assert error.value.status == 2
 
 
 def test_ranks_that_cannot_share_the_sequences():

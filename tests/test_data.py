@@ -28,6 +28,27 @@ def write_raw(path, header, tokens):
     return str(path)
 
 
+def test_the_share_of_tokens_that_are_read(tmp_path):
+    """Documents of 1,001 tokens, cut to 256: a sequence of 512 passes three of them, and reads 17.0 %. A line says so
+    below a half."""
+    document = [BOS, *[1] * 1000]
+    write_shard(tmp_path / "train_0.bin", np.array(document * 100, np.uint16), VOCAB, BOS)
+    lines = []
+    for options in (dict(max_doc_len=256), dict(max_doc_len=1001), dict(sequence_start="anywhere")):
+        cfg = smoke_config(tmp_path, num_iterations=4, **options)
+        lines.append(gpt.TrainData(cfg, gpt.Schedule(cfg)).describe_share())
+    assert lines[0].startswith(f"{512 / 3003:.1%} of the tokens are read") and lines[1:] == ["", ""]
+
+
+def test_validation_keeps_only_its_own_tokens(tmp_path):
+    """The shards are two, and the second is read in part. No array of all tokens stays behind the slice."""
+    tokens = [np.array([BOS, *range(199)], np.uint16), np.array([BOS, *range(100)] * 90, np.uint16)]
+    for i, part in enumerate(tokens):
+        write_shard(tmp_path / f"val_{i}.bin", part, VOCAB, BOS)
+    data = gpt.ValData(smoke_config(tmp_path, val_tokens=256, val_seq_len=128))
+    assert data.tokens.tolist() == np.concatenate(tokens)[:257].tolist() and data.tokens.base is None
+
+
 GOOD = (20240520, 1, 4, VOCAB, BOS)
 
 

@@ -212,6 +212,14 @@ def test_an_edited_plain_form_switches_its_fast_forms_off(edit, load_copy):
             assert getattr(ours, field) is getattr(plain, field)
 
 
+@pytest.mark.parametrize("layers", ['{"mlp": false}', '{"mlp": false, "attention": "none", "value_embed": null}'])
+def test_a_model_without_mlps_keeps_its_forms(layers):
+    """Without attention, too, the gradient of a scale in front of the last norm is zero but for rounding."""
+    cfg = smoke_config(layers=layers, fp8="off")
+    chosen, lines = gpt.choose_fast_forms(cfg, gpt.Runtime())
+    assert chosen == CPU_FORMS and len(lines) == 1
+
+
 def test_a_comment_switches_nothing_off(load_copy):
     copy = load_copy("    hidden = F.relu(x @ up).square()  # (T, F)", "    # activation\n    hidden = (F.relu(x @ up)).square()")
     assert copy.compute_digests() == gpt.compute_digests()

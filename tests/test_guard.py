@@ -11,7 +11,9 @@ import torch
 from conftest import (
     AT_THE_END,
     TINY,
+    assert_same_bits,
     before_call,
+    copy_rows,
     data_args,
     find_saved,
     gpt,
@@ -157,8 +159,7 @@ def test_without_a_fault_it_changes_nothing(shards, here):
 def test_one_nan_in_a_gradient(shards, here, monkeypatch, name, value, rule):
     """In step 17, or a value with an infinite square. The guard sees it after step 18, and restores step 10.
 
-    In the 20 steps after that no loss is NaN. The rows of a sparse n-gram table are not restored, but those
-    without a finite gradient are not updated. Whether step 18 reads the row of a value embedding depends on the model.
+    In the 20 steps after that no loss is NaN. Whether step 18 reads the row of a value embedding depends on the model.
     """
     monkeypatch.setattr(gpt, "lower_precision", lambda *_: "something is off")
     spoil_gradient(monkeypatch, value, name, 17)
@@ -170,6 +171,30 @@ def test_one_nan_in_a_gradient(shards, here, monkeypatch, name, value, rule):
     assert losses[-1] < losses[16]
     if name != "value_embeds.0":
         assert (losses[17] is None) == ("mlp" in name and math.isnan(value))
+
+
+@pytest.mark.parametrize("rule", ["row_adam", "adamw"])
+def test_a_rollback_restores_all_bits(shards, here, monkeypatch, rule):
+    """Of weights, optimizer state and n-gram table, values and state: step 17 has a fault, and the snapshot of step 10
+    is as old as it says. All of it has changed since, except what no step changes, as FP8 scales."""
+    saved, found = {}, []
+
+    def compare(trainer):
+        found.append(copy_rows(trainer))
+        return "something is off"
+
+    before_call(monkeypatch, gpt.Snapshot, "__init__", lambda _, trainer: saved.setdefault(
+        trainer.optimizer.step_count, copy_rows(trainer)))
+    before_call(monkeypatch, gpt.Snapshot, "restore", lambda snapshot: compare(snapshot.trainer))
+    monkeypatch.setattr(gpt, "lower_precision", lambda trainer, _: compare(trainer))
+    spoil_loss(monkeypatch, [17])
+    table = ["--ngram_rows=512", f'--groups={{"ngram": {{"rule": "{rule}"}}}}']
+    run(shards, *table, "--guard=on", "--num_iterations=20", AT_THE_END)
+    spoiled, restored = found
+    unequal = {name for name in restored if not torch.equal(restored[name], spoiled[name])}
+    assert_same_bits(restored, saved[10])
+    assert restored.keys() - unequal == {"fp8/scales/0"}
+    assert sum(name.startswith("ngram/") for name in unequal) == 3  # rows, and two of each row
 
 
 def test_the_precision_rises_until_the_run_ends(shards, here, monkeypatch, capsys):

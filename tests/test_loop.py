@@ -127,7 +127,7 @@ def test_shards_with_several_bos_tokens_are_refused(shards):
     cfg = smoke_config(shards)
     first = gpt.open_shard(f"{shards}/train_0.bin", 257)
     other = dataclasses.replace(first, bos=0, sha256="")
-    with pytest.raises(AssertionError, match="several BOS tokens"):
+    with pytest.raises(gpt.RunError, match=r"have other BOS tokens: \[0, 256\]"):
         gpt.describe_run(cfg, make_runtime(), [], [first], [other])
 
 
@@ -202,6 +202,7 @@ def test_an_edit_during_the_run_changes_nothing(shards, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error, where", [
     (OSError("could not get source code"), "warm_up"), (ValueError("expected 3, got 2"), "train_step"),
+    (FileNotFoundError(2, "No such file", "table.txt"), "train_step"),
     (torch.OutOfMemoryError("full"), "train_step")], ids=str)
 def test_a_bug_keeps_its_traceback_and_the_log(shards, here, monkeypatch, capsys, error, where):
     """An error of the model is not bad input. Status 1, and the log of the steps before stays."""
@@ -212,11 +213,25 @@ def test_a_bug_keeps_its_traceback_and_the_log(shards, here, monkeypatch, capsys
     before_call(monkeypatch, gpt.Trainer, where, fail)
     assert gpt.main([*TINY, "--telemetry_every=2", *data_args(shards)]) == 1
     assert "Traceback (most recent call last)" in (said := capsys.readouterr().err) and str(error) in said
+    assert said.splitlines()[-1].endswith("try --fast=off (this run has block_attention, head_loss, rms_norm)")
     (log,) = Path("logs").glob("*.txt")
     if where == "train_step":
         assert list_logged(log) == [1, 2, 3, 4]
         events = [(event["event"], event["step"]) for event in read_events()]
         assert events == [("validation", 0), ("telemetry", 2), ("telemetry", 4)]
+
+
+@pytest.mark.parametrize("name", [".json", "model.pt"])
+def test_a_full_disk_is_one_line(shards, here, monkeypatch, capsys, name):
+    """While the result or the model is written. Status 1."""
+    def refuse(path, *_):
+        if path.name.endswith(name) and path.name != "state.json":
+            raise OSError(28, "No space left on device", str(path))
+
+    before_call(monkeypatch, gpt, "write_atomic", refuse)
+    run(shards, "--num_iterations=2", status=1)
+    errors = capsys.readouterr().err
+    assert errors.startswith("train_gpt.py: error: [Errno 28] No space left") and errors.count("\n") == 1
 
 
 @pytest.mark.slow

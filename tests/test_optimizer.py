@@ -166,6 +166,42 @@ def test_plans_of_a_batch():
     assert batch.ngram_plan.places.shape == (2 * 128,)
 
 
+def test_a_model_without_value_embeddings_has_no_plan_of_them():
+    tokens = [np.arange(129).reshape(1, -1).astype(np.uint16)]
+    batch = gpt.make_batch(tokens[0], 256)
+    without = smoke_config(layers='{"value_embed": null}')
+    assert gpt.add_plans(batch, tokens, 0, without).token_plan is None
+    assert gpt.add_plans(batch, tokens, 0, smoke_config()).token_plan is not None
+
+
+def test_a_missing_gradient_leaves_no_count(shards):
+    """A parameter without a gradient leaves a rest. In the next step, in which its group is not due, the rest must not
+    count to 0, because that would reduce half-summed gradients."""
+    trainer = gpt.Trainer(smoke_config(shards, groups={"embed": {"every": 2}}), make_runtime())
+    optimizer, started = trainer.optimizer, []
+    bucket = optimizer.bucket_of["embed"]
+    bucket.start_reduce = lambda: started.append(optimizer.step_count)
+    counts = []
+    for optimizer.step_count in (1, 2, 3):
+        optimizer.start_step(2)
+        counts.append(bucket.num_pending)
+        for _ in range(1 if optimizer.step_count == 1 else 2):  # one of two gradients is missing in step 1
+            bucket.count_down(None)
+    assert counts == [2, 0, 2] and started == [3]
+
+
+def test_multipliers_of_a_bucket_that_has_only_an_mlp(shards):
+    """AdamW puts a large stack of two matrices into a bucket of its own, as in track_1 with --matrix_rule=adamw."""
+    for mul, shape in ((1.0, (1,)), ((1.0, 1.0), (1,)), ((2.0, 1.0), (2048,))):
+        cfg = smoke_config(shards, matrix_rule="adamw", mlp_lr_mul=mul if isinstance(mul, tuple) else (mul, mul))
+        param = gpt.parameter(torch.ones(2, 32, 32), "matrix", lr_mul=mul)
+        model = Ends()
+        model.mlp = param
+        bucket = gpt.Bucket([("mlp", param)], cfg, model, gpt.Comm())
+        assert bucket.lr_mul.shape == shape and bucket.lr_mul[0] == (2.0 if shape == (2048,) else 1.0)
+        assert bucket.lr_mul.min() == 1.0
+
+
 def exchange(rank: int, shared: list, barrier: threading.Barrier, sent, send_counts, receive_counts):
     """all_to_all() of ranks that are threads of this process."""
     shared[rank] = sent.split(send_counts)

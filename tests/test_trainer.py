@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from conftest import (
     advance,
     before_call,
+    copy_rows,
     find_saved,
     gpt,
     make_runtime,
@@ -66,7 +67,8 @@ def test_the_metric_is_not_rounded(shards, dtype):
 
 def test_the_clock_counts_steps_and_saves_and_no_validations(shards, here, monkeypatch, now):
     """A step takes 2 s and a validation 100 s. The blocking part of a save takes 10 s. Before the clock: a step of the
-    warm-up for each of three stages, the final validation, and the allocation for saves."""
+    warm-up for each of three stages, the final validation, and the allocation for saves. Without --checkpoint_every
+    the save of the last step is not on it either."""
     advance(monkeypatch, now, gpt.Trainer, "train_step", 2.0)
     advance(monkeypatch, now, gpt.Trainer, "validate", 100.0)
     advance(monkeypatch, now, gpt, "collect_rows", 10.0)
@@ -78,6 +80,8 @@ def test_the_clock_counts_steps_and_saves_and_no_validations(shards, here, monke
     log = Path("logs", result["run_id"]).with_suffix(".txt").read_text()
     times = re.findall(r"^step:\d/6 train_time:(\d+)ms", log, re.M)
     assert times == ["2000", "4000", "6000", "18000", "20000", "22000"]
+    result = run(shards, "--num_iterations=6", "--val_loss_every=0")
+    assert result["train_time_ms"] == 12_000 and now[0] > 1000 + 2 * 12 + 30
 
 
 def test_mfu_is_relative_to_the_peak_of_all_ranks():
@@ -141,21 +145,18 @@ def test_signal_handlers_are_restored_and_the_second_signal_of_one_rank_acts(wor
 WIDE = dict(fp8="on", fp8_parts="mlp", num_heads=2, head_dim=64, model_dim=128, num_layers=2)
 
 
-def copy_rows(trainer) -> dict[str, torch.Tensor]:
-    return {entry: rows.clone() for entry, rows in gpt.collect_rows(trainer).items()}
-
-
 def find_changes(before: dict, after: dict) -> set[str]:
     return {entry for entry in before if not torch.equal(before[entry], after[entry])}
 
 
 @pytest.mark.parametrize("changes", [WIDE, dict(preset="smoke_frontier")], ids=["smoke", "smoke_frontier"])
 def test_a_snapshot_returns_exactly(shards, changes):
-    """Values, state, averages and FP8 scales return, and pending gradients and amax values are gone. The rows of a
-    sparse n-gram table stay. Thirteen steps, because zeros hold back gradients in the first ones, and averages begin
-    late. smoke_frontier keeps gradients for its next update then."""
+    """Values, state, averages and FP8 scales return, and pending gradients and amax values are gone. A sparse n-gram
+    table returns with its state, too, or stays, if the snapshot is made without. Thirteen steps, because zeros hold
+    back gradients in the first ones, and averages begin late. smoke_frontier keeps gradients for its next update
+    then."""
     trainer, step, close = make_trainer(shards, **changes)
-    snapshot, before = gpt.Snapshot(trainer), copy_rows(trainer)
+    partial, snapshot, before = gpt.Snapshot(trainer, with_tables=False), gpt.Snapshot(trainer), copy_rows(trainer)
     for _ in range(13 if "preset" in changes else 4):
         step()
     assert trainer.optimizer.has_no_pending_gradients() == ("preset" not in changes)
@@ -163,11 +164,12 @@ def test_a_snapshot_returns_exactly(shards, changes):
     kept = {entry for entry in before if entry.startswith("ngram/")}
     unused = {"fp8/scales/0"} if "preset" in changes else set()
     assert find_changes(before, after) == before.keys() - unused and len(kept) == (3 if "preset" in changes else 0)
-    snapshot.restore()
+    partial.restore()
     restored = copy_rows(trainer)
     assert find_changes(before, restored) == kept
     assert all(torch.equal(restored[entry], after[entry]) for entry in kept)
-    assert trainer.optimizer.step_count == 0
+    snapshot.restore()
+    assert not find_changes(before, copy_rows(trainer)) and trainer.optimizer.step_count == 0
     for bucket in trainer.optimizer.buckets:
         assert bucket.total is None or not bucket.total.any()
         assert bucket not in trainer.optimizer.tables or not bucket.pieces and not bucket.arriving
@@ -175,15 +177,19 @@ def test_a_snapshot_returns_exactly(shards, changes):
 
 
 @pytest.mark.parametrize("rule", ["row_adam", "adamw"])
-def test_the_warm_up_leaves_no_trace(shards, rule):
-    """Parameters, state and averages return to the last bit, also of an n-gram table."""
+def test_the_warm_up_leaves_no_trace(shards, monkeypatch, rule):
+    """Parameters, state and averages return to the last bit, also of an n-gram table. A sparse one, which can be larger
+    than the rest, is not copied."""
     groups = {"ngram": dict(rule=rule, betas=(0.5, 0.9))}
     trainer, step, close = make_trainer(shards, preset="smoke_frontier", warmup_iterations=1, groups=groups)
     train_data, val_data = gpt.TrainData(trainer.cfg, trainer.schedule), gpt.ValData(trainer.cfg)
     before = copy_rows(trainer)
-    steps, train_step = [], trainer.train_step
+    steps, train_step, copied = [], trainer.train_step, []
     trainer.train_step = lambda *args: steps.append(args) or train_step(*args)
+    before_call(monkeypatch, gpt.Snapshot, "restore", lambda snapshot: copied.extend(snapshot.copies))
     trainer.warm_up(train_data, val_data)
+    table = trainer.optimizer.bucket_of["ngram"].shard
+    assert len(copied) > 10 and (table.shape in {copy.shape for copy in copied}) == (rule == "adamw")
     assert {state.stage for _, state in steps} == {*trainer.schedule.stages}
     assert trainer.optimizer.step_count == 0
     assert not find_changes(before, copy_rows(trainer))
@@ -208,7 +214,7 @@ def test_a_snapshot_of_a_tied_model_ties_it_again(shards):
             snapshot.restore()
             assert trainer.model.is_tied == was_tied and trainer.optimizer.step_count == count
             assert (trainer.optimizer.bucket_of["embed"] in trainer.optimizer.updated) == (not was_tied)
-            assert all(map(torch.equal, gpt.list_tensors(trainer), snapshot.copies))
+            assert all(map(torch.equal, gpt.list_tensors(trainer, True), snapshot.copies))
         assert losses[0] == losses[1]
     close()
 

@@ -156,6 +156,18 @@ def test_a_gradient_of_rank_one_is_at_the_edge_of_the_six_maps(shape):
     assert norms(gpt.orthogonalize(x, "six_maps", torch.float32)).item() == pytest.approx(1, abs=2e-3)
 
 
+@pytest.mark.parametrize("kind", ["normal", "equal", "signs", "one row"])
+def test_rank_one_does_not_diverge_in_bfloat16(kind):
+    """bfloat16 rounds the norm and each entry, so a margin of 1.05 is exceeded. The largest singular value is about 1."""
+    torch.manual_seed(0)
+    for rows, columns in [(64, 128), (16, 16), (64, 64), (128, 512)] * 5:
+        left, right = torch.randn(1, rows, 1), torch.randn(1, 1, columns)
+        left, right = dict(normal=(left, right), equal=(left[:, :1].expand_as(left), right[..., :1].expand_as(right)),
+                           signs=(left.sign(), right.sign()), **{"one row": (torch.eye(rows)[None, :, 3:4], right)})[kind]
+        result = gpt.orthogonalize(left @ right, "six_maps", torch.bfloat16)
+        assert torch.linalg.matrix_norm(result.float(), 2).item() == pytest.approx(1, abs=0.01)
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_the_first_two_updates_of_the_optimizer_are_adams(every):
     """All parameters of a model, by hand in float64: from zero moments, bias corrected with t = 1, then t = 2.
