@@ -1600,15 +1600,16 @@ class Bucket:
         self.clear()
 
     def compute_update(self, update_rule: Callable):
-        """The change of this rank's values by the first update of a rule, float32. Copies are updated."""
+        """The change of this rank's values (float32) by the first update of a rule, and the new state, by
+        name. Copies are updated."""
         new = self.shard.clone()
         state = {key: tensor.clone() for key, tensor in self.state.items()}
         for name in self.rule.moments:
             state[name].zero_()
         update_rule(new, self.grad, state, self.args)
         if "low_bits" in state:
-            new = join_bits(new, state["low_bits"])
-        return new - self.read_shard()
+            new = join_bits(new, state.pop("low_bits"))
+        return {"values": new - self.read_shard(), **state}
 
     def run_rule(self):
         self.update_rule(self.shard, self.grad, self.state, self.args)
@@ -2752,9 +2753,8 @@ def check_compiler(trainer, train_data, val_data):
     optimizer, comm, device = trainer.optimizer, trainer.rt.comm, trainer.rt.device
     optimizer.finish()
     add_noise(param for param in trainer.model.parameters() if not param.spec.is_table)
-    _, first_step, _ = trainer.schedule.stage_ranges()[-1]
-    state = trainer.schedule.at(first_step)
-    batch = move_batch(next(train_data.batches(comm, first_step, first_step + 1)), device)
+    state = trainer.schedule.at(0)  # the first stage has most kinds of targets
+    batch = move_batch(next(train_data.batches(comm, 0, 1)), device)
     val_batch, _ = next(val_data.batches(comm, 1))
     val_batch = move_batch(val_batch, device)
 
@@ -2765,15 +2765,17 @@ def check_compiler(trainer, train_data, val_data):
     optimizer.set_numbers(state)
     for bucket in optimizer.buckets:  # random gradients have full rank, so rounding changes updates little
         bucket.grad.normal_(generator=torch.Generator(device).manual_seed(0))
-        compiled["update", bucket.name] = bucket.compute_update(bucket.update_rule)
-        plain["update", bucket.name] = bucket.compute_update(bucket.rule.update)
+        for results, rule in ((compiled, bucket.update_rule), (plain, bucket.rule.update)):
+            for key, tensor in bucket.compute_update(rule).items():
+                results["update", f"{bucket.name}/{key}"] = tensor
     replaced = trainer.remove_compiler()
     lines = []
     try:
         plain |= run_batches(trainer, state, batch, val_batch, val_data)
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
         lines.append("gradients of compiled code were not compared, because they need too much memory")
+    if lines:  # outside of the handler, whose exception holds the activations
+        torch.cuda.empty_cache()
         with torch.no_grad():
             plain |= run_batches(trainer, state, batch, val_batch, val_data)
 
@@ -2788,14 +2790,14 @@ def check_compiler(trainer, train_data, val_data):
             norm = max(norm, ZERO_GRADIENT * largest)
         error = measure_norm(compiled[kind, name] - expected)
         if not error <= limit * norm:
-            problem = f"{kind} of {name} differs by {error / norm:.2g}"
+            problem = f"{kind} of {name}: relative error {error / norm:.2g}"
             break
     problem = max(comm.gather_objects(problem))
     if problem:
         trainer.use_compile = False
         for graphs in trainer.graphs:
             graphs.graphs.clear()
-        return [*lines, f"torch.compile: off ({problem} from the code without it)"]
+        return [*lines, f"torch.compile: off ({problem} against the code without it)"]
     trainer.restore_compiler(replaced)
     return lines
 
@@ -2813,6 +2815,12 @@ def run_batches(trainer, state, batch, val_batch, val_data):
         loss = model.head(x, val_batch.targets, step_inputs, None, None, trainer.val_ops)
     results["activations", "validation"] = x
     results["loss", "validation"] = loss
+    if model.ngram is not None:  # the table may still be zero
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(batch.sign_rows.numel(), cfg.model_dim, generator=generator)
+        rows = rows.to(model.ngram).requires_grad_()
+        ngrams = model.sum_ngrams(rows, batch.sign_rows, trainer.ops.dtype)
+        results["activations", "n-grams"] = ngrams.detach()
     step_inputs = trainer.get_step_inputs(state, len(batch.inputs), state.stage.seq_len)
     loss_weights = torch.tensor(state.loss_weights, device=trainer.rt.device)
     x = model.run_layers(batch, step_inputs, trainer.ops)
@@ -3737,7 +3745,7 @@ class Table(Bucket):
         rows, grad = next(self.split_rows())
         new, state = self.read_rows(rows)
         update_rule(new, grad, state, self.args)
-        return new - self.shard[rows]
+        return {"values": new - self.shard[rows], **state}
 
     def start_gather(self):
         """Forward fetches the rows that it needs."""
@@ -4959,7 +4967,8 @@ def find_start(cfg, run: dict, rt):
     steps.sort(key=read_step, reverse=True)
     if cfg.resume != "auto":
         steps.append(Path(cfg.resume))
-    for step in rt.comm.broadcast_object(steps):  # other nodes may see other folders
+    steps = rt.comm.broadcast_object(steps)  # other nodes may see other folders
+    for step in steps:
         if not all(rt.comm.gather_objects(is_whole(step, rt))):
             continue
         saved = read_metadata(step)
@@ -5042,6 +5051,7 @@ class Checkpoints(AbstractContextManager):
         self.folder = find_key_folder(cfg, log.run) / log.run["run_id"]
         self.newest = loaded  # the last checkpoint that was loaded or saved
         self.newest_step = log.progress.step if loaded else -1
+        self.way_on = f"--resume={cfg.resume or 'auto'}"
         self.is_extra = False  # whether it is removed once the result is written
         self.log, self.rt, self.bos, self.lock = log, rt, bos, None
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
@@ -5053,15 +5063,17 @@ class Checkpoints(AbstractContextManager):
         if self.lock:
             self.lock.close()
 
-    @file_errors()
     def start(self, trainer):
         """Make and lock the folder, and allocate memory for copies. All ranks must call it."""
         problem = ""
         if self.rt.is_main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lock = lock_run(self.folder)
-            if self.lock is None:
-                problem = f"{self.folder} is in use by another process: wait for its end"
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.lock = lock_run(self.folder)
+                if self.lock is None:
+                    problem = f"{self.folder} is in use by another process: wait for its end"
+            except OSError as error:
+                problem = str(error)
         share_problem(problem, self.rt)
         share_problem("" if self.folder.exists() else f"{self.folder} is not shared by all nodes", self.rt)
         if self.rt.is_main:
@@ -5133,8 +5145,16 @@ class Checkpoints(AbstractContextManager):
             size = f"{num_bytes / 1e9:.0f} GB"
             self.log.print(f"no checkpoint, because it has {size}: --checkpoint_every={step} writes it")
             return
-        self.save(trainer, must_wait=True)
-        self.is_extra = not must_save and not self.problem
+        try:
+            self.save(trainer, must_wait=True)
+            self.is_extra = not must_save and not self.problem
+        except RunError as error:  # e.g. another process writes this run
+            if must_save:
+                raise
+            self.log.print(str(error))
+        if not must_save and not self.is_extra:  # the run goes on
+            self.problem = ""
+            self.newest_step = -1
 
     def remove_last(self):
         if self.is_extra and self.rt.is_main:
@@ -5151,7 +5171,7 @@ class Checkpoints(AbstractContextManager):
             if not is_saved or isinstance(error, RunError) and status < 128:
                 raise
             reason = str(error).strip().splitlines() or [repr(error)]
-            line = (f"in the final validation: {reason[0]}. {self.newest} has the weights. --resume=auto "
+            line = (f"in the final validation: {reason[0]}. {self.newest} has the weights. {self.way_on} "
                     "validates them, and --resume=PATH with another --val_seq_len needs less memory")
             if isinstance(error, (RunError, torch.OutOfMemoryError)):
                 raise RunError(line, status) from None
@@ -5165,7 +5185,7 @@ class Checkpoints(AbstractContextManager):
         self.rt.comm.barrier()  # torchrun ends all ranks when the first one exits
         name = signal.Signals(status - 128).name
         raise RunError(f"stopped by {name} after step {log.progress.step} of {log.cfg.num_iterations}: "
-                       f"{self.newest}. --resume=auto continues", status)
+                       f"{self.newest}. {self.way_on} continues", status)
 
     def write_model(self, trainer):
         """Write model.pt: config and parameters, if they are small. All ranks must call it."""

@@ -474,7 +474,6 @@ def test_a_signal_between_the_last_save_and_the_validation(shards, here, monkeyp
     check_the_end(shards, monkeypatch, capsys.readouterr().err, VALIDATION)
 
 
-@pytest.mark.xfail(strict=True, reason="a run without --checkpoint_every ends without its result")
 @pytest.mark.parametrize("case, reason", [
     ("full disk", "step_000008 was not written: "), ("locked", "is in use by another process"), ("no lock", "no lock")])
 def test_a_last_step_that_cannot_be_saved(shards, here, monkeypatch, capsys, case, reason):
@@ -494,7 +493,6 @@ def test_a_last_step_that_cannot_be_saved(shards, here, monkeypatch, capsys, cas
     assert "the weights" not in capsys.readouterr().err
 
 
-@pytest.mark.xfail(strict=True, reason="--resume=auto has another key, and would start anew")
 @pytest.mark.parametrize("owner, name, line", [
     (gpt.Stop, "finish_exchange", STOPPED), (gpt.Trainer, "validate", VALIDATION)], ids=["before the save", "validation"])
 def test_a_line_names_the_option_that_continues(shards, here, monkeypatch, capsys, owner, name, line):
