@@ -222,7 +222,7 @@ def train_compiled(wrong_rank: str, *argv: str) -> int:
     def check_and_print(trainer, *args):
         lines = check(trainer, *args)
         if rank == "1" and not trainer.use_compile:
-            print("rank 1: no compiler", flush=True)
+            print("rank 1: no compiler", file=sys.stderr)
         return lines
 
     gpt.check_compiler = check_and_print
