@@ -1753,11 +1753,11 @@ class Optimizer:
 
     @torch.no_grad()
     def check_ranks(self):
-        """Raise RunError on all ranks if one has other bits in parameters that all have, or in rows that it
-        reads. Not of one rank."""
+        """Wait for all new values. Raise RunError on all ranks if one of them has other bits in parameters that
+        all have, or in rows that all read."""
+        self.finish()
         if self.comm.world_size == 1:
             return
-        self.finish()
         checksum = torch.zeros((), dtype=torch.int64, device=self.numbers.device)
         for bucket in self.buckets:
             checksum = 31 * checksum + bucket.sum_bits()
@@ -2380,7 +2380,6 @@ class Trainer:
     @torch.no_grad()
     def validate(self, data, state, num_batches: int | None = None):
         """Mean loss of the first num_batches batches (None: all)."""
-        self.optimizer.finish()
         self.optimizer.check_ranks()
         rt, num_batches = self.rt, num_batches or data.num_batches
         total = torch.zeros((), dtype=torch.float64, device=rt.device)
