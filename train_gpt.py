@@ -1753,7 +1753,7 @@ class Optimizer:
 
     @torch.no_grad()
     def check_ranks(self):
-        """Wait for all new values. Raise RunError on all ranks if one of them has other bits in parameters that
+        """Wait for all new values. RunError on all ranks if one of them has other bits in parameters that
         all have, or in rows that all read."""
         self.finish()
         if self.comm.world_size == 1:
