@@ -2435,7 +2435,10 @@ class Trainer:
                 self.train_step(batches, self.schedule.at(start))
         print_phase("warm-up of the validation", self.rt)
         if self.use_compile:
-            lines = check_compiler(self, train_data, val_data)
+            try:
+                lines = check_compiler(self, train_data, val_data)
+            except torch.OutOfMemoryError:
+                lines = ["compiled code was not compared, because the memory does not suffice"]
         else:
             self.validate_once(val_data)
         saved.restore()
@@ -2767,16 +2770,18 @@ def check_compiler(trainer, train_data, val_data):
         for results, rule in ((compiled, bucket.update_rule), (plain, bucket.rule.update)):
             for key, tensor in bucket.compute_update(rule).items():
                 results["update", f"{bucket.name}/{key}"] = tensor
-    replaced = trainer.remove_compiler()
     lines = []
-    try:
-        plain |= run_batches(trainer, state, batch, val_batch, val_data)
-    except torch.OutOfMemoryError:
-        lines.append("gradients of compiled code were not compared, because they need too much memory")
-    if lines:  # outside of the handler, whose exception holds the activations
+    comm.set_timeout(STEP_TIMEOUT)  # of ranks that wait for one that runs out of memory
+    replaced = trainer.remove_compiler()
+    for has_gradients, what in ((True, "gradients"), (False, "activations and losses")):
+        try:
+            with torch.set_grad_enabled(has_gradients):
+                plain |= run_batches(trainer, state, batch, val_batch, val_data)
+            break
+        except torch.OutOfMemoryError:
+            lines.append(f"{what} of compiled code were not compared, because they need too much memory")
         torch.cuda.empty_cache()
-        with torch.no_grad():
-            plain |= run_batches(trainer, state, batch, val_batch, val_data)
+    trainer.restore_compiler(replaced)
 
     problem = ""
     largest = max((measure_norm(x) for (kind, _), x in plain.items() if kind == "gradient"), default=0.0)
@@ -2794,10 +2799,10 @@ def check_compiler(trainer, train_data, val_data):
     problem = max(comm.gather_objects(problem))
     if problem:
         trainer.use_compile = False
+        trainer.remove_compiler()
         for graphs in trainer.graphs:
             graphs.graphs.clear()
-        return [*lines, f"torch.compile: off ({problem} against the code without it)"]
-    trainer.restore_compiler(replaced)
+        lines.append(f"torch.compile: off ({problem} against the code without it)")
     return lines
 
 

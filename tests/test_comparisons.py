@@ -347,6 +347,27 @@ def test_without_memory_for_plain_gradients(shards, monkeypatch, fault, expected
     assert_same_bits(list_state(trainer), before)
 
 
+@pytest.mark.parametrize("first, line", [(2, "activations and losses of compiled code were not compared, because they need too "
+                                          "much memory"), (1, "compiled code was not compared, because the memory does "
+                                          "not suffice")])  # fmt: skip
+def test_without_memory_for_any_plain_code(shards, monkeypatch, first, line):
+    """The run goes on with compiled code. A wrong update rule is noticed if the compiled pass has memory."""
+    monkeypatch.setattr(torch, "compile", FAULTS["muon"][1])
+    trainer, *data = make_compiled(shards, warmup_iterations=0)
+    before, calls = list_state(trainer), []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) >= first:
+            raise torch.OutOfMemoryError("too many activations")
+
+    before_call(monkeypatch, gpt, "run_batches", fail)
+    lines = trainer.warm_up(*data)
+    assert line in lines and len(OFF.findall("\n".join(lines))) == first - 1 and len(lines) == 2 * first - 1
+    assert trainer.use_compile == ("run_segment" in vars(trainer.model)) == (first == 1)
+    assert_same_bits(list_state(trainer), before)
+
+
 def leaking_rows(fn):
     """The embedding of a token's n-grams leaks into that of the next."""
     return lambda rows, *args: (lambda x: x + 0.05 * x.roll(1, 0))(fn(rows, *args))
