@@ -295,6 +295,7 @@ def test_gradients_and_parameters_have_a_group_each(monkeypatch):
         for name in ("reduce_scatter_single", "all_gather_single"):
             monkeypatch.setattr(gpt, name, lambda *_, group=None, async_op: used.append(group))
         comm.reduce_scatter(torch.zeros(4)), comm.all_gather(torch.zeros(4), torch.zeros(2))
+        dist.all_reduce(torch.zeros(1), group=comm.gloo_group)  # a thread has its name once it works
         assert count_gloo_threads() > 0 and used == [None, comm.all_gather_group]
     finally:
         used.clear()
