@@ -2659,7 +2659,7 @@ def compute_digests():
 def add_noise(params: Iterable[Tensor]):
     """Change all parameters at random, because zeros would hide faults. Equal on all ranks."""
     for i, param in enumerate(params):
-        generator = torch.Generator().manual_seed(i)
+        generator = torch.Generator().manual_seed(100 + i)
         std = 0.2 if param.dim() < 2 else param.size(-1) ** -0.5
         param.data += std * torch.randn(param.shape, generator=generator).to(param.device)
 
