@@ -2440,7 +2440,8 @@ class Trainer:
             except torch.OutOfMemoryError:
                 lines = ["compiled code was not compared, because the memory does not suffice"]
         else:
-            self.validate_once(val_data)
+            num_batches = min(self.rt.world_size, val_data.num_batches)
+            self.validate(val_data, self.schedule.at(self.cfg.num_iterations), num_batches)
         saved.restore()
         for table in self.optimizer.tables:
             table.is_dry = False
@@ -2450,11 +2451,6 @@ class Trainer:
         if self.rt.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.rt.device)
         return lines
-
-    def validate_once(self, val_data):
-        """The final validation on one batch of each rank."""
-        num_batches = min(self.rt.world_size, val_data.num_batches)
-        return self.validate(val_data, self.schedule.at(self.cfg.num_iterations), num_batches)
 
 
 def train(cfg, rt, argv: list[str]):
@@ -2807,7 +2803,7 @@ def check_compiler(trainer, train_data, val_data):
 
 
 def run_batches(trainer, state, batch, val_batch, val_data):
-    """Activations and losses of both batches, and if gradients are enabled those of each bucket."""
+    """Activations and losses of both batches, and the gradient of each bucket if gradients are enabled."""
     model, cfg, buckets = trainer.model, trainer.cfg, trainer.optimizer.buckets
     for bucket in buckets:
         bucket.clear()
