@@ -208,8 +208,8 @@ class Config:
     val_tokens: int = option(10_485_760, "validation tokens", 1)
     val_seq_len: int = option(262_144, "tokens per validation sequence", 128)
     val_windows: tuple[int, ...] = option((1664, 768), "long,short at the end. (): last stage's", 1)
-    val_loss_every: int = option(125, "steps between validations. 0: only at the end", 0)
-    num_iterations: int = option(1670, "optimizer steps", 1)
+    val_loss_every: int = option(125, "steps between validations. 0: only the last. -1: a tenth of all", -1)
+    num_iterations: int = option(1670, "optimizer steps. 0: as many as --epochs passes over the data have", 0)
     extension_steps: int = option(0, "final steps, included in num_iterations, that run the last stage", 0)
     tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", 128)
     seq_len: int = option(49_152, "tokens per packed sequence, independent of the number of ranks", 128)
@@ -226,7 +226,8 @@ class Config:
     warmup_iterations: int = option(3, "untimed warmup steps per stage, times a group's longest period", 0)
     out: str = option(".", "folder of logs/, records/ and checkpoints/")
     checkpoint_every: int = option(0, "steps between checkpoints. 0: only if a run is stopped", 0)
-    resume: str = option("", "checkpoint to continue from. auto: the newest of this run, if any")
+    resume: str = option("", "checkpoint to continue from. auto: the newest of this run, if any. A model.pt: "
+                             "begin with its weights, at step 0")
     telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
     tracker: str = option("off", "also send losses and measurements to this tool. Needs its package",
                           choices=("off", "trackio", "wandb"))
@@ -2475,7 +2476,9 @@ def train(cfg, rt, argv: list[str]):
     log, stop = RunLog(cfg, rt, run, saved, progress), Stop(rt)
     if saved:
         load_state(trainer, folder, saved)
-    checkpoints = Checkpoints(cfg, log, rt, train_data.bos, folder)
+    elif folder:
+        load_weights(trainer, folder)
+    checkpoints = Checkpoints(cfg, log, rt, train_data.bos, folder if saved else None)
 
     # Off the clock: lock the run and allocate memory for checkpoints (else the first save does), and warm up
     started = clock(rt.device)
@@ -4229,6 +4232,22 @@ def scan_shards(cfg, shards: list[Shard]):
         yield index, shards[index]
 
 
+def fit_steps(cfg):
+    """cfg with the numbers that follow from the training files: of steps, if num_iterations is 0, and of the
+    steps between validations, if it is -1. Reads only the headers of the files."""
+    if not cfg.num_iterations:
+        seq_len = max(stage.seq_len for stage in cfg.full_stages)
+        num_tokens = 0
+        for path in find_shards(cfg.train_files, "train_files"):
+            size, *_ = read_shard_header(path)
+            num_tokens += (size - 1) // seq_len * seq_len  # a sequence shares a token with the next
+        num_steps = cfg.epochs * num_tokens // max(stage.tokens_per_step for stage in cfg.full_stages)
+        cfg = dataclasses.replace(cfg, num_iterations=max(1, num_steps))
+    if cfg.val_loss_every < 0:
+        cfg = dataclasses.replace(cfg, val_loss_every=-(-cfg.num_iterations // 10))
+    return cfg
+
+
 def fingerprint(shards: Iterable[Shard]):
     return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
 
@@ -4427,7 +4446,7 @@ def parse_argv(argv: list[str]):
                     f"Presets: {', '.join(PRESETS)}, and records/presets. Defaults of {cfg.preset}:",
                     argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.add_argument("--print_config", action="store_true",
-                        help="the resolved config as JSON. Needs no data and no device")
+                        help="the config as JSON. Needs no device, and data only for num_iterations=0")
     options = {name: row for name, row in list_values(cfg).items()
                if hasattr(cfg, name) or name in GROUP_OPTIONS}
     for name, (field, default) in options.items():
@@ -4507,6 +4526,8 @@ def find_problems(cfg):
     least_rows = 2 * (cfg.ngram_order - 1)  # two for each length
     yield 0 < cfg.ngram_rows < least_rows, f"--ngram_rows={cfg.ngram_rows}: give 0, or at least {least_rows}"
     yield len(cfg.val_windows) not in (0, 2), f"--val_windows={cfg.val_windows}: give long,short"
+    yield (not cfg.num_iterations and cfg.sequence_start != "anywhere",
+           "--num_iterations=0 needs --sequence_start=anywhere, which reads all tokens of a file")
     yield (cfg.extension_steps and (cfg.extension_steps >= cfg.num_iterations or len(cfg.stages) == 1),
            f"--extension_steps={cfg.extension_steps}: give less than --num_iterations, and two stages")
     yield (len(cfg.layers) != cfg.num_layers,
@@ -4898,12 +4919,19 @@ def read_step(path: Path):
 
 
 def read_metadata(step: Path):
-    """Read what a checkpoint stores besides tensors. RunError if it is no checkpoint."""
+    """Read what a checkpoint, or a model.pt, stores besides tensors. RunError if it is neither."""
     try:
+        if step.is_file():
+            return json.loads(read_model(step)["metadata"])
         return json.loads((step / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise RunError(f"{step} is no folder step_... of a checkpoint ({error}). --resume=auto finds the "
-                       "newest of this run", 2) from None
+    except Exception as error:  # another file can raise any error
+        raise RunError(f"{step} is no folder step_... of a checkpoint, and no model.pt ({error}). "
+                       "--resume=auto finds the newest checkpoint of this run", 2) from None
+
+
+def read_model(path: Path):
+    """Map a model.pt: its metadata, and its tensors by name of the parameter."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def list_files(step):
@@ -4957,7 +4985,8 @@ def find_key_folder(cfg, run: dict):
 
 def find_start(cfg, run: dict, rt):
     """Returns (checkpoint to continue from, its metadata, log line). It is the furthest whole step of all
-    runs with this key, whose run then goes on, else --resume=PATH, or None. All ranks must call it."""
+    runs with this key, whose run then goes on, else --resume=PATH, or None. A model.pt has no metadata here,
+    because its run is over. All ranks must call it."""
     if not cfg.resume:
         return None, {}, ""
     folder = find_key_folder(cfg, run)
@@ -4965,8 +4994,9 @@ def find_start(cfg, run: dict, rt):
     for run_folder in sorted(folder.glob("*_seed*"), reverse=True):
         steps += list_steps(run_folder)
     steps.sort(key=read_step, reverse=True)
-    if cfg.resume != "auto":
-        steps.append(Path(cfg.resume))
+    given = Path(cfg.resume)
+    if cfg.resume != "auto" and not given.is_file():
+        steps.append(given)
     steps = rt.comm.broadcast_object(steps)  # other nodes may see other folders
     for step in steps:
         if not all(rt.comm.gather_objects(is_whole(step, rt))):
@@ -4985,6 +5015,8 @@ def find_start(cfg, run: dict, rt):
             line += (f". It has read {saved['progress']['tokens']:,} tokens of other data: this run skips "
                      "as many at the start of its own")
         return step, saved, line
+    if given.is_file():
+        return given, {}, f"begins with the weights of {given}"
     if cfg.resume != "auto":
         raise RunError(f"{cfg.resume} is damaged: give another --resume=PATH, or start without it", 2)
     return None, {}, f"starting anew: no whole checkpoint in {folder}"
@@ -5037,6 +5069,26 @@ def load_state(trainer, step: Path, metadata: dict):
         trainer.fp8_scales.set(scales)
     vars(trainer.progress).update(metadata["progress"])
     trainer.progress.resumed_at.append(trainer.progress.step)
+
+
+def load_weights(trainer, path: Path):
+    """Begin with the weights of a model.pt. The optimizer state stays fresh."""
+    optimizer, tensors = trainer.optimizer, read_model(path)["tensors"]
+    optimizer.set_tied(trainer.model.is_tied and read_metadata(path)["is_tied"])
+    for bucket in optimizer.buckets:
+        for name, param in bucket.params.items():
+            shape = bucket.count_units(name) * math.prod(bucket.unit)
+            found = tensors.get(name, param[:0]).numel()
+            if found != shape:
+                raise RunError(f"{path} has {found} values of {name}, but this run has {shape}: give the "
+                               "options of its run", 2)
+        for name, first, part in bucket.owned():
+            units = tensors[name].reshape(-1, *bucket.unit)
+            bucket.shard[part] = units[first : first + part.stop - part.start].to(bucket.shard)
+        if bucket.rule.keeps_norm:
+            bucket.state["radius"].copy_(matrix_norm(bucket.shard))
+        bucket.start_gather()
+    optimizer.finish()
 
 
 class Checkpoints(AbstractContextManager):
@@ -5394,9 +5446,10 @@ def main(argv: list[str]):
         cfg = make_config(values)
         if not print_config:
             rt = start_runtime(cfg)
-            train(cfg, rt, argv)
+            train(fit_steps(cfg), rt, argv)
             rt.comm.close()
         elif rank == 0:
+            cfg = fit_steps(cfg)
             derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
             derived["mechanisms"] = sorted(list_parts(cfg))
             with file_errors():

@@ -15,12 +15,15 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
     AT_THE_END,
+    BOS,
     SCRIPT,
     TINY,
+    VOCAB,
     assert_same_bits,
     at_step,
     before_call,
@@ -28,12 +31,14 @@ from conftest import (
     find_saved,
     gpt,
     list_logged,
+    make_documents,
     make_runtime,
     read_events,
     read_tensors,
     run,
     slow_but,
     smoke_config,
+    write_shard,
 )
 from run_ranks import ENVIRONMENT, exact_sums, run_ranks
 
@@ -833,7 +838,6 @@ def test_metadata_names_no_files(shards, saved, here):
 @pytest.mark.parametrize("args", [
     ["--resume=nowhere"],
     ["--resume=."],
-    ["--resume=STEP/../model.pt"],
     ["--resume=STEP", "--num_layers=3"],
     ["--resume=STEP", "--num_layers=1"],
     ["--resume=STEP", "--model_dim=128", "--head_dim=64"],
@@ -887,3 +891,55 @@ def test_a_step_without_all_files_is_no_model(saved, here):
     (find_saved(6) / "rank0.pt").unlink()
     os.utime(find_saved(6))
     assert sample.find_model(Path("checkpoints")) == find_saved(3)
+
+
+# ---- a run that begins with the weights of another -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["hyperball", "all mechanisms", "low_bits"])
+def test_a_run_begins_with_the_weights_of_a_model(shards, here, name):
+    """Its first validation has the model's last loss, and its optimizer state is fresh. So have two ranks."""
+    preset = [] if name == "all mechanisms" else TINY
+    windows = ['--stages={"window_long":128,"window_short":64}', "--val_windows=128,64"]  # in all validations
+    life = functools.partial(run, shards, *VARIANTS[name], "--num_iterations=4", *windows, preset=preset)
+    first = life()
+    (model,) = Path().rglob("model.pt")
+    second = life("--seed=1", f"--resume={model}", "--val_loss_every=4", "--checkpoint_every=4")
+    assert second["val_points"][0] == [0, first["final_val_loss"], second["val_points"][0][2]]
+    assert second["resumed_from"] == f"{first['run_id']}/model.pt" and second["resumed_at"] == []
+    assert second["train_points"][0][0] == 1 and second["val_points"][-1][1] != first["final_val_loss"]
+    if name == "hyperball":  # each matrix keeps the norm that it has now
+        trained = torch.load(model, weights_only=True)["tensors"]["blocks.1.mlp.up_down"]
+        kept = read_tensors(find_saved(4))["blocks.1.mlp.up_down/radius"]
+        assert torch.equal(kept, gpt.matrix_norm(trained))
+    train_ranks(2, "none", shards, *VARIANTS[name], "--num_iterations=4", *windows, "--seed=2", "--seq_len=256",
+                f"--resume={model}", "--val_loss_every=4", preset=preset)
+    (ranks,) = (json.loads(path.read_text()) for path in Path("logs").glob("*_seed2_*.json"))
+    assert ranks["val_points"][0][1] == pytest.approx(first["final_val_loss"], rel=1e-6)
+
+
+def test_weights_of_another_text_help(shards, here, tmp_path):
+    """Twenty steps on other documents after forty on these: a lower loss than without them."""
+    rng = np.random.default_rng(7)
+    write_shard(tmp_path / "train_new.bin", make_documents(rng, 40_000), VOCAB, BOS)
+    new = [*TINY, f"--train_files={tmp_path}/train_new.bin", f"--val_files={shards}/val_*.bin", AT_THE_END]
+    run(shards, "--num_iterations=40", AT_THE_END)
+    (model,) = Path().rglob("model.pt")
+    losses = []
+    for more in ([], [f"--resume={model}"]):
+        assert gpt.main([*new, "--num_iterations=20", f"--out=run{len(losses)}", *more]) == 0
+        (path,) = Path(f"run{len(losses)}", "logs").glob("*.json")
+        losses.append(json.loads(path.read_text())["final_val_loss"])
+    assert losses[1] < losses[0] - 0.2
+
+
+def test_a_model_that_does_not_fit_is_refused(shards, here, capsys):
+    run(shards, "--num_iterations=2")
+    (model,) = Path().rglob("model.pt")
+    for more, line in (["--model_dim=128", "has 24576 values of head.weight, but this run has 49152"],
+                       ["--num_layers=3", "has 9 values of scalars.scalar, but this run has 12"]):  # fmt: skip
+        run(shards, "--num_iterations=2", more, f"--resume={model}", status=2)
+        assert line in capsys.readouterr().err
+    Path("text.pt").write_text("text")
+    run(shards, "--resume=text.pt", status=2)
+    assert "text.pt is no folder step_... of a checkpoint, and no model.pt" in capsys.readouterr().err
