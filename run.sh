@@ -4,16 +4,16 @@
 # Set up and run a tool:  ./run.sh records/replay.py --random=1
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # of `sh run.sh`
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)  # relative paths in options start in the current folder
 
 # Waiting threads free their core after 1000 spins. glibc keeps freed activations for the next step
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
 export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-1073741824}
 export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-2147483647}
 
-requirements=requirements.txt packages=(numpy huggingface_hub tqdm)
+requirements=$root/requirements.txt packages=(numpy huggingface_hub tqdm)
 if [[ ${1:-} == test || ${1:-} == [^-]*.py ]]; then
-  requirements=requirements-dev.txt
+  requirements=$root/requirements-dev.txt
   packages+=(pytest xdist ruff scipy matplotlib triton)
 fi
 
@@ -33,32 +33,34 @@ stop() {
   exit 2
 }
 
-if has_packages .venv/bin/python "${packages[@]}"; then
-  python=.venv/bin/python
+venv=$root/.venv
+if has_packages "$venv/bin/python" "${packages[@]}"; then
+  python=$venv/bin/python
 elif has_packages python3 "${packages[@]}"; then
   python=python3
 else
-  python=.venv/bin/python
-  if [[ -e .venv || -L .venv ]]; then
-    has_module $python pip || stop ".venv has no Python 3.11 or later with pip: remove .venv and start again"
+  python=$venv/bin/python
+  if [[ -e $venv || -L $venv ]]; then
+    has_module "$python" pip || stop ".venv has no Python 3.11 or later with pip: remove .venv and start again"
   elif ! has_module python3 ensurepip; then  # Debian has it in another package
     stop "python3 is not Python 3.11 or later with venv: install it (on Debian also python3-venv)"
   fi
-  echo "run.sh: setting up .venv from $requirements (PyTorch is a large download, once)" >&2
-  [[ -e .venv ]] || python3 -m venv --system-site-packages .venv  # uses the packages that python3 has
+  echo "run.sh: setting up .venv from ${requirements##*/} (PyTorch is a large download, once)" >&2
+  [[ -e $venv ]] || python3 -m venv --system-site-packages "$venv"  # uses the packages that python3 has
   "$python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
 fi
-if [[ ! -e data/torch_source/corpus.json ]]; then  # the text of the small presets, from the installed PyTorch
-  "$python" -c 'import runpy; runpy.run_path("data/text.py")["make_embedded_corpus"]()'
+if [[ ! -e $root/data/torch_source/corpus.json ]]; then  # the text of the small presets, from the installed PyTorch
+  (cd "$root" && "$python" -c 'import runpy; runpy.run_path("data/text.py")["make_embedded_corpus"]()')
 fi
 
 if [[ ${1:-} == test ]]; then
+  cd "$root"
   exec "$python" -m pytest "${@:2}"
 fi
 export RUN_SH=$0  # printed commands start with it
 if [[ $RUN_SH != */* ]]; then RUN_SH=./$RUN_SH; fi
 if [[ ${1:-} == [^-]*.py ]]; then
-  exec "$python" "$@"
+  exec "$python" "$root/$1" "${@:2}"
 fi
 if [[ -z ${NPROC:-} ]]; then  # the visible CUDA devices, rounded down to a power of two, at most 8. One process without CUDA
   NPROC=$("$python" -c 'import torch; n = min(torch.cuda.device_count(), 8); print(1 << max(n.bit_length() - 1, 0))' 2>/dev/null) ||
@@ -67,7 +69,7 @@ fi
 [[ $NPROC =~ ^[1-9][0-9]*$ ]] || stop "NPROC=$NPROC: give the number of processes, 1 or more"
 case " $* " in *" -h "* | *" --help "*) NPROC=1 ;; esac  # torchrun would print it once for each process
 if [[ $NPROC == 1 ]]; then
-  exec "$python" train_gpt.py "$@"
+  exec "$python" "$root/train_gpt.py" "$@"
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # torchrun's default, without its warning
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1  # torchrun hands these on, if it can
@@ -80,4 +82,4 @@ except errors.ChildFailedError as error:  # ends with the status of the run, wit
     sys.exit(code if code > 0 else 128 - code)
 except SignalException as error:
     sys.exit(128 + error.sigval)'
-exec "$python" -c "$torchrun" --standalone --local-addr=127.0.0.1 --nproc_per_node="$NPROC" train_gpt.py "$@"
+exec "$python" -c "$torchrun" --standalone --local-addr=127.0.0.1 --nproc_per_node="$NPROC" "$root/train_gpt.py" "$@"

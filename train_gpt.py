@@ -209,7 +209,7 @@ class Config:
     val_seq_len: int = option(262_144, "tokens per validation sequence", 128)
     val_windows: tuple[int, ...] = option((1664, 768), "long,short at the end. (): last stage's", 1)
     val_loss_every: int = option(125, "steps between validations. 0: only the last. -1: a tenth of all", -1)
-    num_iterations: int = option(1670, "optimizer steps. 0: as many as --epochs passes over the data have", 0)
+    num_iterations: int = option(1670, "optimizer steps. 0: those of --epochs passes over the data", 0)
     extension_steps: int = option(0, "final steps, included in num_iterations, that run the last stage", 0)
     tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", 128)
     seq_len: int = option(49_152, "tokens per packed sequence, independent of the number of ranks", 128)
@@ -226,8 +226,8 @@ class Config:
     warmup_iterations: int = option(3, "untimed warmup steps per stage, times a group's longest period", 0)
     out: str = option(".", "folder of logs/, records/ and checkpoints/")
     checkpoint_every: int = option(0, "steps between checkpoints. 0: only if a run is stopped", 0)
-    resume: str = option("", "checkpoint to continue from. auto: the newest of this run, if any. A model.pt: "
-                             "begin with its weights, at step 0")
+    resume: str = option("", "checkpoint to continue from. auto: the newest of this run, if any. "
+                             "A model.pt: begin at step 0 with its weights")
     telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
     tracker: str = option("off", "also send losses and measurements to this tool. Needs its package",
                           choices=("off", "trackio", "wandb"))
@@ -475,9 +475,15 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
             Stage(duration=1, window_long=384, window_short=32),
             Stage(duration=1, window_long=512, window_short=32),
             Stage(duration=1, window_long=768, window_short=32)))),
-    "quick": ("laptop", "preset laptop for a small text", dict(
-        track="try", epochs=100, val_tokens=40_960, val_loss_every=0,
-        groups=dict(head=Group(lr=0.004, betas=(0.5, 0.95))))),
+    "quick": ("laptop", "a text of your own, read once", dict(
+        track="try", num_layers=1, num_iterations=0, val_tokens=40_960, val_loss_every=-1,
+        val_windows=(256, 16), stages=(Stage(duration=1, window_long=256, window_short=16),),
+        cooldown_frac=1.0, final_lr_frac=0.3,  # the last part of a text is new, too
+        groups=dict(  # slow second betas: rates of rare rows and tokens fall with their number of updates
+            embed=Group(lr=0.3, betas=(0.5, 0.999)),
+            head=Group(lr=0.012, betas=(0.5, 0.999)),
+            value_embed=Group(lr=0.3, betas=(0.75, 0.999)),
+            ngram=Group(rule="row_adam", lr=0.5, betas=(0.0, 0.999))))),
     "smoke": ("track_1", "record 32 in seconds on any machine, for tests", dict(
         track="try", train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
         vocab_size=257, num_layers=4, num_heads=2, head_dim=32, model_dim=64, embed_dtype="float32",
@@ -1701,6 +1707,7 @@ class Optimizer:
         self.numbers = torch.zeros(len(self.buckets), 10, dtype=at_least_fp32(self.buckets[0].values),
                                    device=self.buckets[0].values.device)
         for table in self.tables:
+            table.is_compiled = rt.use_compile
             if rt.use_compile and rt.device.type == "cuda" and cfg.fast != ("off",):
                 table.sum_rows = launch_row_sums
         for bucket, row in zip(self.buckets, self.numbers):
@@ -2474,10 +2481,8 @@ def train(cfg, rt, argv: list[str]):
     trainer = Trainer(cfg, rt)
     optimizer, schedule, progress = trainer.optimizer, trainer.schedule, trainer.progress
     log, stop = RunLog(cfg, rt, run, saved, progress), Stop(rt)
-    if saved:
+    if folder:
         load_state(trainer, folder, saved)
-    elif folder:
-        load_weights(trainer, folder)
     checkpoints = Checkpoints(cfg, log, rt, train_data.bos, folder if saved else None)
 
     # Off the clock: lock the run and allocate memory for checkpoints (else the first save does), and warm up
@@ -3661,6 +3666,7 @@ class Table(Bucket):
         self.unit, self.first_row = param.shape[1:], comm.rank * size
         param.owner = self
         self.sum_rows = sum_rows  # or its kernel
+        self.is_compiled = False  # whether the update rule is
         self.is_dry = False  # updates change nothing, for the warm-up
         self.pieces: list[tuple[Tensor, Tensor]] = []  # rows (n,) and gradients (n, D)
         self.arriving: list[tuple[RowPlan, Tensor, dist.Work | None]] = []
@@ -3730,9 +3736,12 @@ class Table(Bucket):
         self.clear()
 
     def split_rows(self):
-        """Rows and gradients of an update in parts. Their size is a power of 2: few shapes compile."""
-        num_rows = len(self.rows)
-        size = min(self.ROWS_AT_ONCE, 1 << (num_rows - 1).bit_length())
+        """Rows and gradients of an update in parts of equal size. For the compiler it is a power of 2: few
+        shapes compile."""
+        num_rows = size = len(self.rows)
+        if self.is_compiled:
+            size = 1 << (num_rows - 1).bit_length()
+        size = min(self.ROWS_AT_ONCE, size)
         padding = -num_rows % size
         rows = F.pad(self.rows, (0, padding), value=len(self.shard) - 1)
         grad = F.pad(self.grad, (0, 0, 0, padding))
@@ -4213,14 +4222,19 @@ def open_shard(path: str, vocab_size: int):
 
 
 def find_shards(pattern: str, field: str):
-    """List files of a glob pattern, or shards of a folder, sorted. RunError says how to get them."""
-    if os.path.isdir(pattern):
-        pattern = f"{glob.escape(pattern)}/{field.removesuffix('_files')}_*.bin"
-    paths = sorted(glob.glob(pattern))
+    """List files of a glob pattern, or shards of a folder, sorted. A relative one means the current folder,
+    else the folder of this script. RunError says how to get them."""
+    paths = []
+    for folder in (Path(), Path(__file__).resolve().parent):
+        place = str(folder / pattern)
+        if os.path.isdir(place):
+            place = f"{glob.escape(place)}/{field.removesuffix('_files')}_*.bin"
+        paths = paths or sorted(glob.glob(place))
     if not paths:
         raise RunError(f"--{field}={pattern} matches no file: run python data/cached_fineweb10B.py for "
-                       "FineWeb (--vocab_size=50257), python data/text.py for the PyTorch source (257), or "
-                       "python data/text.py PATH --out FOLDER for your own text (257)", 2)
+                       "FineWeb (--vocab_size=50257), python data/text.py for the PyTorch source (257), "
+                       "python data/tiny_shakespeare.py (257), or python data/text.py PATH --out FOLDER for "
+                       "your own text (257)", 2)
     return paths
 
 
@@ -5043,7 +5057,11 @@ def collect_rows(trainer):
 
 
 def load_state(trainer, step: Path, metadata: dict):
-    """Restore a checkpoint of any number of ranks. RunError if an entry is missing, or does not fit."""
+    """Restore a checkpoint of any number of ranks, or without metadata the weights of a model.pt. RunError if
+    an entry is missing, or does not fit."""
+    if not metadata:
+        load_weights(trainer, step)
+        return
     optimizer, entries = trainer.optimizer, open_tensors(step)
     optimizer.step_count = metadata["optimizer_steps"]
     optimizer.set_tied(metadata["is_tied"])

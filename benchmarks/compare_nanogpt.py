@@ -3,6 +3,7 @@
 
     python benchmarks/compare_nanogpt.py                # an hour on two cores, prints a table for RESULTS.md
     python benchmarks/compare_nanogpt.py --seeds=1 --only=code
+    python benchmarks/compare_nanogpt.py --shakespeare  # preset shakespeare on tiny Shakespeare
 
 That recipe: 4 layers, width 128, 4 heads, context 64, 12 sequences a step, 2000 steps, AdamW (lr 1e-3, betas
 0.9, 0.99), float32: gpt2_baseline.py at this size. quick runs in float32, and in bfloat16 if it is fast.
@@ -12,6 +13,11 @@ length was judged on three: the source of Python's library, prose (Debian's pack
 (package fortunes). Three were not used before: a manual (perl-doc), essays (anarchism, with their HTML) and
 questions (debian-faq). apt-get fetches the packages. The last tenth of each text is for validation. Both
 models are timed from the start of the process to its end.
+
+--shakespeare compares the training time to a validation loss of 1.88. nanoGPT's README has this loss at the
+end of the recipe. data/tiny_shakespeare.py makes the shards. Both recipes run in both dtypes and validate on
+the same tokens, nanoGPT's in blocks of its context. Only the last column includes start-up and validations.
+If nanoGPT's recipe misses the loss, the ratio is to its whole training time, and marked with <.
 """
 
 import ast
@@ -19,6 +25,7 @@ import functools
 import gzip
 import hashlib
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -26,9 +33,10 @@ import tempfile
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import ROOT, Parser, RecordError, at_least, require_packages, run_guarded
+from records.common import ROOT, Parser, RecordError, at_least, list_visible, require_packages, run_guarded
 
 with require_packages():
     import numpy as np
@@ -37,8 +45,11 @@ with require_packages():
 
     import train_gpt as gpt
     from data.text import BYTE_BOS, BYTE_VOCAB_SIZE, split_text, write_shard
+    from data.tiny_shakespeare import OUT as SHAKESPEARE
+    from records.results import find_crossing
 
 MOST_BYTES = 1_115_394  # of tiny Shakespeare
+SHAKESPEARE_PRESET, TARGET = "shakespeare", 1.88
 
 
 def read_docstrings() -> str:
@@ -113,36 +124,47 @@ def time_process(command: list[str]) -> tuple[float, str]:
     return time.perf_counter() - start, done.stdout
 
 
-def run_nanogpt(data: list[str], seed: int) -> tuple[float, float]:
-    """(whole-process seconds, validation loss) of nanoGPT's recipe."""
-    size = ["--num_layers=4", "--model_dim=128", "--num_heads=4", "--head_dim=32", "--dtype=float32"]
+def run_nanogpt(data: list[str], seed: int, dtype: str, *more: str) -> tuple[float, str]:
+    """(whole-process seconds, output) of nanoGPT's recipe. more: options of gpt2_baseline.py."""
+    size = ["--num_layers=4", "--model_dim=128", "--num_heads=4", "--head_dim=32", f"--dtype={dtype}"]
     options = shlex.join([*size, *data, f"--seed={seed}"])
-    seconds, text = time_process(
+    return time_process(
         ["benchmarks/gpt2_baseline.py", "--steps=2000", "--lr=1e-3", "--beta2=0.99", "--warmup=0.05",
-         "--context=64", "--tokens_per_step=768", f"--options={options}"])
-    return seconds, float(text.split("val_loss ")[1].split(",")[0])
+         "--context=64", "--tokens_per_step=768", *more, f"--options={options}"])
 
 
-def run_quick(data: list[str], seed: int, dtype: str) -> tuple[float, float]:
-    """(whole-process seconds, validation loss) of preset quick."""
+def find_number(pattern: str, text: str) -> float | None:
+    """The number behind a pattern, or None."""
+    found = re.search(rf"{pattern} ([\d.]+)", text)
+    return float(found[1]) if found else None
+
+
+def run_preset(preset: str, data: list[str], seed: int, dtype: str) -> tuple[float, dict]:
+    """(whole-process seconds, result) of a preset."""
     with tempfile.TemporaryDirectory() as out:
-        seconds, _ = time_process(["train_gpt.py", "--preset=quick", f"--seed={seed}", f"--out={out}",
+        seconds, _ = time_process(["train_gpt.py", f"--preset={preset}", f"--seed={seed}", f"--out={out}",
                                    f"--dtype={dtype}", *data])
         (path,) = Path(out).glob("logs/*.json")
-        return seconds, json.loads(path.read_text())["final_val_loss"]
+        return seconds, json.loads(path.read_text())
+
+
+def list_dtypes() -> list[str]:
+    """The dtypes to compare: float32, and bfloat16 if it is fast."""
+    best = gpt.choose_dtype(gpt.make_config({"device": "cpu"}), torch.device("cpu"))[0]
+    return ["float32", *(["bfloat16"] if best == torch.bfloat16 else [])]
 
 
 def compare(names: list[str], seeds: int) -> str:
     """Run both over texts and seeds, interleaved. Returns the table."""
     texts = {name: TEXTS[name][1]() for name in names}
-    best = gpt.choose_dtype(gpt.make_config({"device": "cpu"}), torch.device("cpu"))[0]
-    dtypes = ["float32", *(["bfloat16"] if best == torch.bfloat16 else [])]
-    rows = []
+    dtypes, rows = list_dtypes(), []
     for seed, name in tqdm([(seed, name) for seed in range(seeds) for name in texts], unit="text"):
         with tempfile.TemporaryDirectory() as folder:
             data = write_text(texts[name], Path(folder))
-            theirs, ours = run_nanogpt(data, seed), [run_quick(data, seed, dtype) for dtype in dtypes]
-            rows.append((names.index(name), seed, *theirs, ours))
+            seconds, output = run_nanogpt(data, seed, "float32")
+            ours = [run_preset("quick", data, seed, dtype) for dtype in dtypes]
+            rows.append((names.index(name), seed, seconds, find_number("val_loss", output),
+                         [(seconds, result["final_val_loss"]) for seconds, result in ours]))
     heads = "".join(f" quick in {dtype}: s, loss | | ratio |" for dtype in dtypes)
     lines = [f"| text | seed | nanoGPT: s, loss | |{heads}",
              f"|---|---|---|---|{'---|---|---|' * len(dtypes)}"]
@@ -154,15 +176,69 @@ def compare(names: list[str], seeds: int) -> str:
     return "\n".join(lines)
 
 
+class Timing(NamedTuple):
+    """A run on tiny Shakespeare. Times in seconds. to_target: None if it is not reached."""
+
+    to_target: float | None
+    loss: float
+    training: float
+    process: float
+
+
+def time_nanogpt(data: list[str], seed: int, dtype: str) -> Timing:
+    """Time nanoGPT's recipe, validated every 100 steps on as many tokens as ours."""
+    cfg = gpt.make_config({"preset": SHAKESPEARE_PRESET})
+    val = [f"--val_tokens={cfg.val_tokens}", f"--val_seq_len={cfg.val_seq_len}"]
+    process, output = run_nanogpt([*data, *val], seed, dtype, "--val_every=100", f"--target={TARGET}")
+    return Timing(find_number(f"loss {TARGET} after", output), find_number("val_loss", output),
+                  find_number("tokens in", output), process)
+
+
+def time_ours(data: list[str], seed: int, dtype: str) -> Timing:
+    """Time the preset, validated every 20 steps."""
+    process, result = run_preset(SHAKESPEARE_PRESET, [*data, "--val_loss_every=20"], seed, dtype)
+    crossing = find_crossing(result, TARGET)
+    return Timing(crossing[1] if crossing else None, result["final_val_loss"],
+                  result["train_time_ms"] / 1000, process)
+
+
+def compare_shakespeare(folder: Path, seeds: int) -> str:
+    """Run both on tiny Shakespeare over seeds and dtypes, interleaved. Returns the table."""
+    if not all(list_visible(folder, f"{split}_*.bin") for split in ("train", "val")):
+        out = "" if folder == SHAKESPEARE else f" --out={shlex.quote(str(folder))}"
+        raise RecordError(f"{folder} has no shards: run python data/tiny_shakespeare.py{out}")
+    data = [f"--{split}_files={folder.absolute()}" for split in ("train", "val")]
+    lines = [f"| seed | recipe | dtype | s to {TARGET} | ratio | final loss | s in all | process, s |",
+             "|---|---|---|---|---|---|---|---|"]
+    dtypes = list_dtypes()
+    for seed, dtype in tqdm([(seed, dtype) for seed in range(seeds) for dtype in dtypes], unit="pair"):
+        theirs, ours = time_nanogpt(data, seed, dtype), time_ours(data, seed, dtype)
+        for recipe, run in (("nanoGPT", theirs), (SHAKESPEARE_PRESET, ours)):
+            reached = f"{run.to_target:.1f}" if run.to_target else "not reached"
+            ratio = ""
+            if run.to_target:
+                ratio = f"{run.to_target / (theirs.to_target or theirs.training):.2f}"
+                ratio = ratio if theirs.to_target else f"< {ratio}"
+            lines.append(f"| {seed} | {recipe} | {dtype} | {reached} | {ratio} | {run.loss:.4f} | "
+                         f"{run.training:.1f} | {run.process:.1f} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Parse, compare and print."""
     parser = Parser(__doc__)
     parser.add_argument("--seeds", type=at_least(1), default=3,
                         help="runs of each (default %(default)s)")
-    parser.add_argument("--only", default=",".join(TEXTS), help="texts, as a,b (default %(default)s)")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--only", default=",".join(TEXTS), help="texts, as a,b (default %(default)s)")
+    group.add_argument("--shakespeare", type=Path, nargs="?", const=SHAKESPEARE, metavar="FOLDER",
+                       help="compare on these shards instead (default folder %(const)s)")
     args = parser.parse_args()
 
     def body() -> int:
+        if args.shakespeare:
+            print(compare_shakespeare(args.shakespeare, args.seeds))
+            return 0
         names = args.only.split(",")
         for name in [name for name in names if name not in TEXTS]:
             raise RecordError(f"--only={name} is no text: choose among {', '.join(TEXTS)}")

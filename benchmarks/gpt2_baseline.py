@@ -2,11 +2,12 @@
 """Train a plain GPT-2 on the laptop track's data, as a baseline for preset laptop.
 
     python benchmarks/gpt2_baseline.py --seconds 80 --lr 3e-3
+    python benchmarks/gpt2_baseline.py --val_every=100 --target=2   # also print when it reaches this loss
 
 LayerNorm, GELU, learned positions, biases, tied head, AdamW (decay 0.1), clipping, warm-up and cosine over
 the budget: nanoGPT's recipe, with bfloat16 autocast. Uses the width, depth, shards, validation tokens and
-allocator settings of the preset. Prints a line. The learning rate is not tuned here. compare_nanogpt.py
-runs it at nanoGPT's size for CPUs.
+allocator settings of the preset. Prints the final loss. The learning rate is not tuned here.
+compare_nanogpt.py runs it at nanoGPT's size for CPUs.
 """
 
 import math
@@ -28,6 +29,7 @@ with require_packages():
     from tqdm import tqdm
 
     import train_gpt as gpt
+    from records.results import find_crossing
 
 
 class PlainBlock(nn.Module):
@@ -96,7 +98,7 @@ def check_sizes(args: Namespace, cfg: gpt.Config, most_tokens: int) -> None:
 
 
 def measure(args: Namespace) -> int:
-    """Train for the given seconds or steps, validate on the tokens of the preset, print a line."""
+    """Train for the given seconds or steps, validate on the tokens of the preset, print the loss."""
     cfg = gpt.make_config({"preset": "laptop", "device": "cpu",
                            **gpt.parse_argv(args.options)})
     train, val = read_tokens(cfg), gpt.ValData(cfg).tokens.astype(np.int64)
@@ -121,11 +123,21 @@ def measure(args: Namespace) -> int:
 
     loss_of(sample()).backward()  # untimed warm-up
     start, steps, bar = time.perf_counter(), 0, tqdm(total=100, unit="%", disable=None)
+    val_points: list[tuple[int, float, float]] = []  # step, loss, milliseconds
+
+    def validate() -> None:
+        """Add a validation. Moves the start, so that the clock does not count it."""
+        nonlocal start
+        began = time.perf_counter()
+        val_points.append((steps, average_loss(loss_of, val, args.context), 1000 * (began - start)))
+        start += time.perf_counter() - began
 
     def share_done() -> float:
         return steps / args.steps if args.steps else (time.perf_counter() - start) / args.seconds
 
     while (done := share_done()) < 1:
+        if args.val_every and steps % args.val_every == 0:
+            validate()
         factor = min((done + 1e-4) / args.warmup, 0.1 + 0.45 * (1 + math.cos(math.pi * done)))
         for group in optimizer.param_groups:
             group["lr"] = args.lr * factor
@@ -136,11 +148,14 @@ def measure(args: Namespace) -> int:
         steps += 1
         bar.update(round(100 * done) - bar.n)
     bar.close()
-    seconds = time.perf_counter() - start
-    val_loss = average_loss(loss_of, val, args.context)
+    validate()
+    val_loss, seconds = val_points[-1][1], val_points[-1][2] / 1000
+    crossing = None if args.target is None else find_crossing(dict(val_points=val_points), args.target)
     params = sum(p.numel() for p in model.parameters())
     print(f"plain GPT-2, {params / 1e6:.2f} M parameters, AdamW lr {args.lr:g}, seed {cfg.seed}: "
-          f"val_loss {val_loss:.4f}, {steps} steps of {args.tokens_per_step} tokens in {seconds:.0f} s")
+          f"val_loss {val_loss:.4f}, {steps} steps of {args.tokens_per_step} tokens in {seconds:.2f} s")
+    if args.target is not None:
+        print(f"loss {args.target:g} " + (f"after {crossing[1]:.2f} s" if crossing else "not reached"))
     if not math.isfinite(val_loss):
         raise gpt.RunError(f"the loss is {val_loss}: give less than --lr={args.lr:g}")
     return 0
@@ -164,6 +179,10 @@ def main() -> int:
                         help="fraction of the budget (default %(default)s)")
     parser.add_argument("--beta2", type=at_least(0, float), default=0.95,
                         help="of AdamW (default %(default)s)")
+    parser.add_argument("--val_every", type=at_least(0), default=0,
+                        help="steps between validations, which are not timed. 0: only at the end")
+    parser.add_argument("--target", type=at_least(0, float),
+                        help="also print after how many seconds the validation loss is this low")
     parser.add_argument("--options", type=shlex.split, default="",
                         help="of train_gpt.py: width, depth, data, seed")
     args = parser.parse_args()

@@ -6,16 +6,19 @@
     python data/text.py ~/notes --out data/mine --tokenizer gpt2    # GPT-2 tokens. Needs tiktoken
     python data/text.py dump.jsonl.gz ~/notes --out data/mine --exclude='*.log' --exclude='old/*'
 
-A text is a file, or the key "text" of a line in a .jsonl file. Files that end with .gz are unpacked. Long
-texts are cut into documents. Equal documents of several texts count once. Validation gets 5 to 10 % of the
-tokens: whole texts, chosen by the hash of their names, or the end of the longest text. Hidden files, hidden
-folders, node_modules, .json, .csv and .tsv files, Jupyter notebooks and files with NUL bytes are skipped.
+A text is a file, the key "text" of a line in a .jsonl file, or the column "text" of a row in a .csv, .tsv or
+.parquet file. --key names another key or column. Files that end with .gz are unpacked. UTF-16 with a byte
+order mark becomes UTF-8. Long texts are cut into documents. Equal documents of several texts count once.
+Validation gets 5 to 10 % of the tokens: whole texts, chosen by the hash of their names, or the end of the
+longest text. Hidden files, hidden folders, node_modules, .json files, Jupyter notebooks and files with NUL
+bytes are skipped.
 
 The last line of the output is a command that trains on the shards. DIR/corpus.json describes the corpus and
 lists its shards. Another call with --out=DIR replaces these shards. A DIR with unlisted shards is refused.
 """
 
 import codecs
+import csv
 import glob
 import gzip
 import hashlib
@@ -27,6 +30,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import time
 import zlib
 from argparse import ArgumentTypeError
 from array import array
@@ -34,7 +38,9 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import BinaryIO, NamedTuple
 
 try:
@@ -50,20 +56,25 @@ with require_packages():
     import torch
     from tqdm import tqdm
 
+    import train_gpt as gpt
+
 EMBEDDED_CORPUS = "data/torch_source"
 BYTE_VOCAB_SIZE, BYTE_BOS = 257, 256  # byte tokens: 256 values and BOS
 GPT2_VOCAB_SIZE, GPT2_BOS = 50257, 50256
 SHARD_HEADER_BYTES = 1024
 SHARD_TOKENS = 100_000_000
 BLOCK = 128  # sequence lengths are multiples of it. Each split needs more tokens
+SHORT_TOKENS, LEAST_STEPS = 300_000, 28  # see choose_epochs()
 LEAST_BYTES, LEAST_TOKENS = 2000, 10 * BLOCK  # of a corpus. Validation is then at most 20 %
+MOST_CHARACTERS = 2**28  # of a cell in a .csv. An open quote could take the rest of the file
+PROGRESS_SECONDS = 1  # between two lines of progress
 READ_ERRORS = OSError, EOFError, zlib.error  # the last two: a damaged .gz
-# preset: tokens of its run, epochs, seq_len, val_tokens, val_seq_len. A test compares them with train_gpt.py
-PRESETS = {
-    "quick": (337_920, 100, 1024, 40_960, 8192),
-    "laptop": (337_920, 1, 1024, 131_072, 8192),
-    "track_1": (656_670_720, 1, 49_152, 10_485_760, 262_144),
-}
+# preset: seq_len, tokens_per_step, val_tokens, val_seq_len. A test compares them with train_gpt.py
+PRESETS = {"quick": (1024, 2048, 40_960, 8192), "track_1": (49_152, 393_216, 10_485_760, 262_144)}
+TRACK_1_TOKENS = 656_670_720
+# Sizes of preset quick, from small to large
+SIZES = {}, dict(num_layers=3, model_dim=192), dict(num_layers=6, model_dim=256)
+GPU_SIZE = dict(num_layers=12, model_dim=768, tokens_per_step=32_768, micro_batch_tokens=32_768)
 # A document: the hash that orders it, its place in the file of all tokens, the number of its text
 DOCUMENT = np.dtype([("key", "i8"), ("begin", "i8"), ("size", "i8"), ("text", "i8")])
 Text = tuple[str, Path | str, BinaryIO]  # name, source for messages, content
@@ -81,18 +92,60 @@ class UnusableError(Exception):
     """A text that is skipped, and the reason."""
 
 
-SKIPPED: Counter[str] = Counter()  # files by reason
+REPORTED: Counter[tuple[str, str]] = Counter()  # files by what happens to them and the reason
 LISTED = 5  # printed files of one reason
+
+
+class Progress(tqdm):
+    """Progress in bytes on stderr: a bar on a terminal, else a line each second. Nothing for short work."""
+
+    def __init__(self, work: str, total: int | None = None):
+        super().__init__(desc=work, total=total, unit="B", unit_scale=True, disable=None,
+                         delay=PROGRESS_SECONDS)
+        self.work, self.last = work, time.monotonic()
+
+    def update(self, size: int) -> None:
+        super().update(size)
+        if self.disable:  # no terminal
+            self.n += size
+            if time.monotonic() >= self.last + PROGRESS_SECONDS:
+                self.last = time.monotonic()
+                total = f" of {self.total / 1e6:,.1f}" if self.total else ""
+                print(f"{self.work} {self.n / 1e6:,.1f}{total} MB", file=sys.stderr, flush=True)
+
+
+class Utf16File(io.RawIOBase):
+    """A file of UTF-16 with a byte order mark, read as UTF-8."""
+
+    def __init__(self, file: BinaryIO):
+        self.text, self.rest = io.TextIOWrapper(file, "utf-16", newline=""), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        try:
+            self.rest = self.rest or self.text.read(io.DEFAULT_BUFFER_SIZE).encode()
+        except UnicodeDecodeError:
+            raise UnusableError("damaged UTF-16") from None
+        piece, self.rest = self.rest[:len(buffer)], self.rest[len(buffer):]
+        buffer[:len(piece)] = piece
+        return len(piece)
+
+
+def report(fate: str, source: Path | str, reason: object) -> None:
+    """Print what happens to a file, and why. After some files of one reason they are only counted."""
+    kind = fate, getattr(reason, "strerror", None) or str(reason).partition(" among ")[0]
+    REPORTED[kind] += 1
+    if REPORTED[kind] <= LISTED:
+        tqdm.write(f"{fate}: {source} ({reason})")
 
 
 def skip(source: Path | str, reason: object, named: Container[Path]) -> None:
     """Print a skipped file. RecordError if the command line names it."""
     if source in named:
         raise RecordError(f"{source} is not used ({reason}): use UTF-8 text or JSON lines, or leave it out")
-    kind = getattr(reason, "strerror", None) or str(reason)
-    SKIPPED[kind] += 1
-    if SKIPPED[kind] <= LISTED:
-        tqdm.write(f"skipped: {source} ({reason})")
+    report("skipped", source, reason)
 
 
 def find_files(paths: list[Path], excluded: list[str]) -> Iterator[tuple[str, Path]]:
@@ -125,29 +178,92 @@ def find_files(paths: list[Path], excluded: list[str]) -> Iterator[tuple[str, Pa
                           "or '*/name'")
 
 
+def check_key(key: str, kind: str, found: Iterable[str]) -> None:
+    """Raise UnusableError, which names the found keys, if the key is not one of them."""
+    if key not in found:
+        names = shorten(repr(", ".join(found))[1:-1], 200) or "(none)"
+        raise UnusableError(f'no "{key}" among the {kind} {names} (--key)')
+
+
+def read_json_lines(file: BinaryIO, key: str) -> Iterator[tuple[int, bytes]]:
+    """(number, text) of each line that is not empty."""
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if isinstance(row, dict):
+                check_key(key, "keys", row)
+            text = row[key].encode(errors="replace")  # halves of surrogates
+        except UnusableError as error:
+            raise UnusableError(f"line {number} and the rest: {error}") from None
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise UnusableError(f'line {number} and the rest: no JSON with a "{key}" (--key)') from None
+        yield number, text
+
+
+def read_table(file: BinaryIO, key: str, delimiter: str = ",") -> Iterator[tuple[int, bytes]]:
+    """(number, text) of each row below the header."""
+    csv.field_size_limit(MOST_CHARACTERS)
+    lines = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
+    rows, end = csv.DictReader(lines, restval="", delimiter=delimiter, strict=True), 0
+    try:
+        check_key(key, "columns", rows.fieldnames or ())
+        end = rows.line_num
+        for number, row in enumerate(rows, 1):
+            yield number, row[key].encode(errors="surrogateescape")
+            end = rows.line_num
+    except csv.Error as error:
+        raise UnusableError(f"line {end + 1} and the rest: {error}") from None
+
+
+def read_parquet(file: BinaryIO, key: str) -> Iterator[tuple[int, bytes]]:
+    """(number, text) of each row. A missing value is an empty text."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        install = f"{shlex.quote(sys.executable)} -m pip install pyarrow"
+        raise UnusableError(f"Parquet needs pyarrow: {install}") from None
+    try:
+        # The defaults load the whole column of a row group
+        table = pyarrow.parquet.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
+        check_key(key, "columns", table.schema_arrow.names)
+        batches = table.iter_batches(batch_size=256, columns=[key])
+        texts = (text for batch in batches for text in batch.column(0).to_pylist())
+        for number, text in enumerate(texts, 1):
+            if not isinstance(text, str | None):
+                raise UnusableError(f'row {number} and the rest: no text in "{key}" (--key)')
+            yield number, (text or "").encode(errors="replace")
+    except (ValueError, OSError, pyarrow.ArrowException) as error:
+        raise UnusableError(shorten(str(error), 200)) from None
+
+
+READERS = {".jsonl": read_json_lines, ".csv": read_table, ".tsv": partial(read_table, delimiter="\t"),
+           ".parquet": read_parquet}  # by suffix, of files with several texts
+
+
 def read_texts(files: Iterable[tuple[str, Path]], named: Container[Path],
                key: str = "text") -> Iterator[Text]:
-    """The texts of files (name, path). key: of a text in JSON lines. The caller reads each file to its end
-    before the next text."""
+    """The texts of files (name, path). key: the key of a text in JSON lines, or its column in a table.
+
+    The caller reads each file to its end before the next text.
+    """
     for name, path in files:
         suffix, is_gzip = Path(name.lower().removesuffix(".gz")).suffix, name.lower().endswith(".gz")
         try:
             if suffix == ".ipynb":
                 raise UnusableError("a Jupyter notebook")
-            if suffix in (".json", ".csv", ".tsv"):
+            if suffix == ".json":
                 raise UnusableError('JSON or a table: write its texts as {"text": "..."} lines of a .jsonl')
             with gzip.open(path) if is_gzip else path.open("rb") as file:
-                if suffix != ".jsonl":
-                    yield name, path, file
+                is_utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+                file.seek(0)
+                content = io.BufferedReader(Utf16File(file)) if is_utf16 else file
+                if suffix not in READERS:
+                    yield name, path, content
                     continue
-                for number, line in enumerate(file, 1):
-                    if not line.strip():
-                        continue
-                    try:
-                        text = json.loads(line)[key].encode(errors="replace")  # halves of surrogates
-                    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                        reason = f'line {number} and the rest: no JSON with a "{key}" (--key)'
-                        raise UnusableError(reason) from None
+                for number, text in READERS[suffix](content, key):
                     yield f"{name}:{number}", f"{path}:{number}", io.BytesIO(text)
         except (UnusableError, *READ_ERRORS) as error:
             skip(path, error, named)
@@ -278,8 +394,10 @@ def write_corpus(texts: Iterable[Text], named: Container[Path], out: Path, sourc
                                   f"more, at least {LEAST_BYTES:,} bytes and {LEAST_TOKENS:,} tokens")
             splits = split_documents(documents, keys, tokenizer, store)
             sha256 = {}
-            for split, rows in splits.items():
-                sha256 |= write_shards(Path(folder), split, rows, tokenizer, store, shard_tokens)
+            with Progress("write", 2 * sum(int(rows["size"].sum()) for rows in splits.values())) as bar:
+                for split, rows in splits.items():
+                    sha256 |= write_shards(Path(folder), split, rows, tokenizer, store, shard_tokens,
+                                           bar.update)
         fingerprint = hashlib.sha256("".join(sha256.values()).encode()).hexdigest()[:16]
         info = dict(source=source, vocab_size=tokenizer.vocab_size, documents=sum(map(len, splits.values())),
                     tokens={split: int(rows["size"].sum()) for split, rows in splits.items()},
@@ -304,7 +422,7 @@ def encode_texts(texts: Iterable[Text], named: Container[Path], tokenizer: Token
     Returns the DOCUMENT rows, a hash of the name of each text, and the number of bytes.
     """
     rows, keys, seen, num_bytes, copies = array("q"), array("q"), set(), 0, 0
-    with tqdm(desc="read", unit="B", unit_scale=True, disable=None) as bar:
+    with Progress("read") as bar:
         for name, source, file in texts:
             begin, first, size, own, is_utf8 = store.tell(), len(rows), 0, set(), True
             num_repeated = 0
@@ -334,7 +452,7 @@ def encode_texts(texts: Iterable[Text], named: Container[Path], tokenizer: Token
             num_bytes += size
             copies += num_repeated
             if not is_utf8:
-                tqdm.write(f"not UTF-8: {source} (iconv converts a file of another encoding)")
+                report("not UTF-8", source, "iconv converts a file of another encoding")
     if copies:
         print(f"documents with the content of another one: {copies:,}. Equal documents count once")
     return np.array(rows).view(DOCUMENT), np.array(keys), num_bytes
@@ -390,16 +508,19 @@ def cut_document(document: np.void, low: int, high: int, tokenizer: Tokenizer,
     return halves
 
 
-def read_tokens(store: BinaryIO, documents: Iterable[np.void]) -> np.ndarray:
+def read_tokens(store: BinaryIO, documents: Iterable[np.void],
+                update: Callable[[int], None] = lambda size: None) -> np.ndarray:
+    """The tokens of documents. update() gets the bytes of each one."""
     tokens = bytearray()
     for document in documents:
         store.seek(2 * int(document["begin"]))
         tokens += store.read(2 * int(document["size"]))
+        update(2 * int(document["size"]))
     return np.frombuffer(tokens, "<u2")
 
 
 def write_shards(folder: Path, split: str, documents: np.ndarray, tokenizer: Tokenizer, store: BinaryIO,
-                 shard_tokens: int) -> dict[str, str]:
+                 shard_tokens: int, update: Callable[[int], None]) -> dict[str, str]:
     """Write documents in the order of their hash. A shard has at most shard_tokens, or one document.
 
     Returns the SHA-256 of the tokens by shard.
@@ -408,7 +529,7 @@ def write_shards(folder: Path, split: str, documents: np.ndarray, tokenizer: Tok
     while len(documents):
         number = max(1, np.searchsorted(np.cumsum(documents["size"]), shard_tokens, side="right"))
         name = f"{split}_{len(sha256):06d}.bin"
-        tokens = read_tokens(store, documents[:number])
+        tokens = read_tokens(store, documents[:number], update)
         write_shard(folder / name, tokens, tokenizer.vocab_size, tokenizer.bos)
         sha256[name] = hashlib.sha256(tokens).hexdigest()
         documents = documents[number:]
@@ -515,29 +636,74 @@ def check_out(out: Path, paths: list[Path]) -> None:
                               "as text: name a folder outside of the given ones")
 
 
-def print_command(out: Path, vocab_size: int, tokens: dict[str, int]) -> None:
-    """Print the command that trains on these shards."""
-    preset = "quick" if tokens["train"] < 2_000_000 else "laptop"
-    if tokens["train"] >= PRESETS["track_1"][0]:
-        preset = "track_1"
-    run_tokens, most_epochs, full_len, val_tokens, val_len = PRESETS[preset]
-    seq_len = min(val_len, (tokens["val"] - 1) // BLOCK * BLOCK)
-    val_tokens = min(val_tokens, (tokens["val"] - 1) // seq_len * seq_len)
-    train_len = full_len
-    while train_len >= tokens["train"]:  # a step stays a whole number of packed sequences
-        train_len //= 2
-    sequences = (tokens["train"] - 1) // train_len  # of one epoch
-    epochs = -(-run_tokens // (sequences * train_len))
-    more = f"--seq_len={train_len} " if train_len < full_len else ""
-    more += f"--epochs={epochs} " if epochs > most_epochs else ""
-    if epochs > most_epochs:
-        print(f"this text is short: preset {preset} repeats it {epochs} times and learns it by heart")
-    # A step of a small preset has too few sequences for several ranks
-    launcher = find_launcher(is_alone=preset != "track_1")
-    files = " ".join(f"--{split}_files={shlex.quote(f'{glob.escape(str(out))}/{split}_*.bin')}"
-                     for split in tokens)
-    print(f"train on it: {launcher} --preset={preset} --vocab_size={vocab_size} --val_seq_len={seq_len} "
-          f"--val_tokens={val_tokens} {more}{files}")
+def choose_epochs(num_tokens: int) -> int:
+    """Passes over a text: two over a short one, and more if it has less than LEAST_STEPS steps. A model that
+    reads its text more often learns it by heart."""
+    least = -(-LEAST_STEPS * PRESETS["quick"][1] // num_tokens)
+    return max(least, 2 if num_tokens < SHORT_TOKENS else 1)
+
+
+def time_step(options: dict) -> float:
+    """Seconds of a training step of preset quick, with these options, on this machine: the mean of ten."""
+    cfg = gpt.make_config({"preset": "quick", **options, "num_iterations": 13, "epochs": 1000})
+    rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
+    trainer = gpt.Trainer(cfg, rt)
+    batches = gpt.TrainData(cfg, trainer.schedule).batches(rt.comm, 0, cfg.num_iterations)
+    for step in range(cfg.num_iterations):
+        if step == 3:
+            started = gpt.clock(rt.device)
+        trainer.train_step(batches, trainer.schedule.at(step))
+    return (gpt.clock(rt.device) - started) / 10
+
+
+def choose_run(budget: float, step_seconds: list[float], num_steps: int) -> tuple[int, int]:
+    """(place in SIZES, steps) of a run of at most `budget` seconds: the largest size that makes num_steps in
+    this time, else the smallest, with fewer steps."""
+    fitting = [place for place, seconds in enumerate(step_seconds) if seconds * num_steps <= budget]
+    if fitting:
+        return fitting[-1], num_steps
+    return 0, int(budget / step_seconds[0])
+
+
+def print_commands(out: Path, vocab_size: int, tokens: dict[str, int]) -> None:
+    """Print commands that train on these shards: for a GPU, and for ten minutes and a minute here."""
+    preset = "track_1" if tokens["train"] >= TRACK_1_TOKENS else "quick"
+    seq_len, step_tokens, val_tokens, val_len = PRESETS[preset]
+    val_len = min(val_len, (tokens["val"] - 1) // BLOCK * BLOCK)
+    options = dict(vocab_size=vocab_size, val_seq_len=val_len,
+                   val_tokens=min(val_tokens, (tokens["val"] - 1) // val_len * val_len))
+    while seq_len >= tokens["train"]:  # a step stays a whole number of packed sequences
+        seq_len //= 2
+    if seq_len < PRESETS[preset][0]:
+        options["seq_len"] = seq_len
+    files = {f"{split}_files": f"{glob.escape(str(out))}/{split}_*.bin" for split in tokens}
+
+    def show(label: str, **more) -> None:
+        words = [f"--{name}={value}" for name, value in {**options, **more, **files}.items()]
+        # A step of quick has too few sequences for several ranks
+        print(f"{label}: {find_launcher(is_alone=preset == 'quick')} --preset={preset} {shlex.join(words)}")
+
+    if preset == "track_1":
+        show("train on it")
+        return
+    pass_tokens = (tokens["train"] - 1) // seq_len * seq_len
+    epochs = choose_epochs(pass_tokens)
+    if epochs > 1:
+        options["epochs"] = epochs
+    num_steps = max(1, epochs * pass_tokens // step_tokens)
+    if tokens["train"] > 2_000_000:
+        show("on a GPU (never timed, reads all)", **GPU_SIZE)
+    print("timing ten steps of each size ...", flush=True)
+    step_seconds = []
+    for size in SIZES:
+        step_seconds.append(time_step({**options, **size, **files}))
+        if step_seconds[-1] * num_steps > 600:
+            break
+    runs = {choose_run(budget, step_seconds, num_steps): None for budget in (600, 60)}
+    for place, steps in runs:
+        share = min(1, steps * step_tokens / (epochs * pass_tokens))
+        label = f"train on it ({step_seconds[place] * steps:.0f} s here, reads {share:.0%})"
+        show(label, **SIZES[place], **({"num_iterations": steps} if steps < num_steps else {}))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -549,7 +715,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokenizer", choices=("bytes", "gpt2"), default="bytes")
     parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN",
                         help="skip matching paths inside a given folder, as in '*.log'. May be repeated")
-    parser.add_argument("--key", default="text", help="of the text in .jsonl files (default: %(default)s)")
+    parser.add_argument("--key", default="text", help="key of the text in .jsonl files, and its column in "
+                                                      "tables (default: %(default)s)")
     parser.add_argument("--shard_tokens", type=at_least(20_000), default=SHARD_TOKENS,
                         help="tokens per shard (default %(default)s)")
     parser.add_argument("--doc_bytes", type=at_least(4),
@@ -562,7 +729,7 @@ def main(argv: list[str] | None = None) -> int:
         # A file name is printed as its bytes, which need not be text
         sys.stdout.reconfigure(encoding=sys.getfilesystemencoding(), errors=sys.getfilesystemencodeerrors())
         out = Path(args.out or EMBEDDED_CORPUS).expanduser()
-        SKIPPED.clear()
+        REPORTED.clear()
         if not args.paths:
             if argv:
                 raise RecordError(f"{argv[0]} needs a path: give files or folders, or no option for "
@@ -577,14 +744,14 @@ def main(argv: list[str] | None = None) -> int:
             with lock_folder(out):
                 write_corpus(texts, args.paths, out, " ".join(map(str, args.paths)), tokenizer,
                              args.doc_bytes and min(args.doc_bytes, 2**30), args.shard_tokens)
-        for reason, number in SKIPPED.items():
+        for (fate, reason), number in REPORTED.items():
             if number > LISTED:
-                print(f"skipped: {number - LISTED:,} more ({reason})")
+                print(f"{fate}: {number - LISTED:,} more ({reason})")
         info = read_listing(out)
         tokens = info["tokens"]
         print(f"{out}: {info['documents']:,} documents, {tokens['train']:,} training and {tokens['val']:,} "
               f"validation tokens, fingerprint {info['fingerprint']}")
-        print_command(out, info["vocab_size"], tokens)
+        print_commands(out, info["vocab_size"], tokens)
         return 0
 
     return run_guarded(body)

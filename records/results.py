@@ -28,8 +28,10 @@ import train_gpt as gpt
 from records.common import ROOT, Progress, RecordError, list_visible, warn
 
 RECORDS = ROOT / "records"
-PUBLISHED_TARGETS = {"track_1": 3.28, "track_2": 2.92}
-TRACK_DATA = {"laptop": "fd405a8b3e48e7ca"}  # corpus fingerprints
+PUBLISHED_TARGETS = {"track_1": 3.28, "track_2": 2.92, "shakespeare": 1.4697}
+TRACK_DATA = {"laptop": "fd405a8b3e48e7ca", "shakespeare": "096b3533110f2759"}  # corpus fingerprints
+# Options of the validation that a track fixes. nanoGPT reads Shakespeare in blocks of 256
+TRACK_VALIDATION = {"shakespeare": dict(val_tokens=111_360, val_seq_len=256)}
 FACTS = ("seed", "track", "config", "hardware", "versions", "train_time_ms")  # that each result has
 MACHINE_FIELDS = ("device", "ranks", "cpu", "threads", "gpu", "simd")
 # Options that change no weight, loss or time. The first ones are of older scripts
@@ -235,6 +237,10 @@ def check_track(record: Record) -> None:
     result = record.results[0]
     if result.get("corpus_fingerprint") != TRACK_DATA.get(result["track"], result.get("corpus_fingerprint")):
         raise RecordError(f"{record.folder} has other data than track {result['track']}: give a new --track")
+    for name, value in TRACK_VALIDATION.get(result["track"], {}).items():
+        if result["config"].get(name) != value:
+            raise RecordError(f"{record.folder} has {name}={result['config'].get(name)}, but track "
+                              f"{result['track']} has {value}: give a new --track")
 
 
 def find_done(folder: Path) -> set[int]:

@@ -94,14 +94,27 @@ def load_model(path: Path, device: str = "auto") -> tuple[gpt.GPT, gpt.Config, g
     return model.to("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"), cfg, ops, metadata
 
 
-def sample_token(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """Draw a token from logits (V,). temperature=0: the largest logit. top_k=0: from all tokens."""
+def keep_nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Zero all of probs (..., V) except the smallest set of likely tokens whose sum reaches top_p."""
+    likeliest, order = probs.sort(-1, descending=True)
+    sums_before = F.pad(likeliest.cumsum(-1)[..., :-1], (1, 0))
+    return probs.scatter(-1, order, likeliest.masked_fill(sums_before >= top_p, 0))
+
+
+def sample_token(logits: torch.Tensor, temperature: float, top_k: int, top_p: float,
+                 generator: torch.Generator) -> int:
+    """Draw a token from logits (V,). temperature=0: the largest logit. top_k=0, top_p=1: from all tokens.
+
+    top_k filters first. top_p then counts the probabilities of what is left, at this temperature.
+    """
     if temperature == 0:
         return int(logits.argmax())
     if top_k:
         least = logits.topk(min(top_k, len(logits))).values[-1]
         logits = logits.masked_fill(logits < least, -torch.inf)
     probs = ((logits.double() - logits.max()) / temperature).softmax(-1)
+    if top_p < 1:
+        probs = keep_nucleus(probs, top_p)
     return int(torch.multinomial(probs, 1, generator=generator))
 
 
@@ -148,9 +161,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max_new_tokens", type=at_least(1), default=256)
     parser.add_argument("--temperature", type=at_least(0, float), default=0.8, help="0: greedy")
     parser.add_argument("--top_k", type=at_least(0), default=50, help="draw from the likeliest. 0: all")
+    parser.add_argument("--top_p", type=float, default=1.0,
+                        help="draw from the fewest tokens whose probability reaches this. 1: all")
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     args = parser.parse_args(argv)
+    if not 0 < args.top_p <= 1:
+        parser.error(f"--top_p={args.top_p:g} is not above 0 and at most 1")
 
     def body() -> int:
         model, cfg, ops, metadata = load_model(find_model(args.model), args.device)
@@ -159,7 +176,8 @@ def main(argv: list[str] | None = None) -> int:
         text = text.encode(errors="surrogateescape").decode(errors="replace")  # bytes that are no text
         prompt = read_prompt(text, tokenizer, cfg.vocab_size)
         generator = torch.Generator().manual_seed(args.seed % 2**64)
-        choose = lambda logits: sample_token(logits, args.temperature, args.top_k, generator)  # noqa: E731
+        choose = lambda logits: sample_token(  # noqa: E731
+            logits, args.temperature, args.top_k, args.top_p, generator)
         for index in range(args.num_samples):
             print("-" * 60 + "\n" if index else "", end=text + ("" if tokenizer else " "), flush=True)
             decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -12,7 +12,18 @@ import torch
 from conftest import ROOT, TINY, advance, call_tool, data_args, gpt, launch, make_runtime, run, smoke_config
 from torch.autograd.profiler_util import FunctionEvent
 
-from benchmarks import comm, common, compare_scripts, copy_loss, gpt2_baseline, gpu, roofline, rules, step
+from benchmarks import (
+    comm,
+    common,
+    compare_nanogpt,
+    compare_scripts,
+    copy_loss,
+    gpt2_baseline,
+    gpu,
+    roofline,
+    rules,
+    step,
+)
 from records import results
 from records.common import run_guarded
 
@@ -49,7 +60,8 @@ def test_step_compares_profiles_and_predicts(shards, tmp_path):
     ("gpu", "--parts=tests,track_3"), ("gpu", "--seconds=0"), ("gpt2_baseline", "--options=--model_dims=4"),
     ("gpt2_baseline", "--context=10000000"), ("gpt2_baseline", "--num_heads=3"),
     ("gpt2_baseline", "--beta2=1.5"), ("gpt2_baseline", "--lr=inf"), ("cpu_ablation", "--variant=bare"),
-    ("compare_nanogpt", "--only=code,poems"), ("roofline", "--cards=h200,x1"), ("rules", "--seeds=1"),
+    ("compare_nanogpt", "--only=code,poems"), ("compare_nanogpt", "--shakespeare=nowhere"),
+    ("roofline", "--cards=h200,x1"), ("rules", "--seeds=1"),
     ("tune", "--rounds=1"), ("tune", "--num_step=9"), ("tune", "--alternative=--compile=on fast"),
     ("tune", "--seq_len=100"), ("records.ablate", "--seeds=0"), ("records.ablate", "--extra='a"),
     ("records.ablate", "--extra=--without=softcap"), ("records.ablate", "--mechanisms=softcup"),
@@ -252,6 +264,94 @@ def test_the_loss_of_the_baseline():
         return part[:, 0].double().mean()
 
     assert gpt2_baseline.average_loss(loss_of, np.arange(17 * 8 + 1), 8) == 8 * 8
+
+
+def train_baseline(monkeypatch, capsys, shards, *args) -> str:
+    """The output of five steps of a small plain GPT-2."""
+    options = "--num_layers=1 --model_dim=32 --num_heads=2 --head_dim=16 --val_tokens=8192 --dtype=float32"
+    monkeypatch.setattr(sys, "argv", [
+        "gpt2_baseline.py", "--steps=5", "--context=64", "--tokens_per_step=256", "--num_heads=2", *args,
+        f"--options={options} {' '.join(data_args(shards))}"])
+    status, out, _ = call_tool(capsys, gpt2_baseline.main)
+    assert status == 0
+    return out
+
+
+def test_the_baseline_validates_off_the_clock(shards, now, monkeypatch, capsys):
+    """A step takes 2 s. Validations after 0, 2, 4 and 5 steps find losses 5, 4, 2 and 1."""
+    calls, losses = [], iter([5.0, 4.0, 2.0, 1.0])
+    monkeypatch.setattr(gpt2_baseline, "average_loss", lambda *args: calls.append(args) or next(losses))
+    advance(monkeypatch, now, gpt2_baseline, "average_loss", 100)
+    advance(monkeypatch, now, torch.optim.AdamW, "step", 2)
+    out = train_baseline(monkeypatch, capsys, shards, "--val_every=2", "--target=2.5")
+    assert "val_loss 1.0000, 5 steps of 256 tokens in 10.00 s" in out
+    assert out.splitlines()[-1] == "loss 2.5 after 7.00 s"  # three quarters of the way from 4 s to 8 s
+    assert [(len(tokens), context) for _, tokens, context in calls] == 4 * [(8193, 64)]
+
+
+def test_validations_do_not_change_the_training_of_the_baseline(shards, monkeypatch, capsys):
+    plain, *others = (train_baseline(monkeypatch, capsys, shards, *args).split(" tokens in ")[0]
+                      for args in ([], ["--val_every=1", "--target=0.1"]))
+    assert others == [plain] and "val_loss 5." in plain
+    assert "loss 0.1 not reached" in train_baseline(monkeypatch, capsys, shards, "--target=0.1")
+
+
+def test_both_recipes_to_the_loss_of_tiny_shakespeare(tmp_path, monkeypatch, capsys):
+    """Seeds and dtypes interleaved, on the same validation tokens. In bfloat16 nanoGPT's recipe misses the loss."""
+    runs, clock = [], iter(range(100, 999, 100))
+
+    def time_process(command):
+        options = [word for part in command for word in part.removeprefix("--options=").split()]
+        named = dict(option.split("=") for option in options if "=" in option)
+        runs.append((command[0], int(named["--seed"]), named["--dtype"]))
+        assert named["--train_files"] == named["--val_files"] == str(tmp_path)
+        if "--preset" in named:
+            assert (named["--preset"], named["--val_loss_every"]) == ("quick", "20")
+            folder = Path(named["--out"], "logs")
+            folder.mkdir()
+            (folder / "a.json").write_text(json.dumps(dict(
+                val_points=[[0, 5.5, 0], [20, 1.98, 4000], [40, 1.78, 8000]], final_val_loss=1.78,
+                train_time_ms=8000)))
+            return next(clock), ""
+        assert (named["--val_tokens"], named["--val_seq_len"]) == ("40960", "8192")
+        assert (named["--val_every"], named["--target"], named["--context"]) == ("100", "1.88", "64")
+        end = "after 24.00 s" if named["--dtype"] == "float32" else "not reached"
+        return next(clock), f"seed 0: val_loss 1.8700, 2000 steps of 768 tokens in 30.25 s\nloss 1.88 {end}\n"
+
+    monkeypatch.setattr(compare_nanogpt, "time_process", time_process)
+    monkeypatch.setattr(compare_nanogpt, "SHAKESPEARE_PRESET", "quick")
+    monkeypatch.setattr(compare_nanogpt, "list_dtypes", lambda: ["float32", "bfloat16"])
+    monkeypatch.setattr(sys, "argv", ["compare_nanogpt.py", f"--shakespeare={tmp_path}", "--seeds=2"])
+    status, out, errors = call_tool(capsys, compare_nanogpt.main)
+    assert (status, out, runs) == (2, "", []) and f"run python data/tiny_shakespeare.py --out={tmp_path}\n" in errors
+    for name in ("train_000000.bin", "val_000000.bin"):
+        (tmp_path / name).touch()
+    status, out, _ = call_tool(capsys, compare_nanogpt.main)
+    assert status == 0 and out.splitlines()[2:6] == [
+        "| 0 | nanoGPT | float32 | 24.0 | 1.00 | 1.8700 | 30.2 | 100.0 |",
+        "| 0 | quick | float32 | 6.0 | 0.25 | 1.7800 | 8.0 | 200.0 |",
+        "| 0 | nanoGPT | bfloat16 | not reached |  | 1.8700 | 30.2 | 300.0 |",
+        "| 0 | quick | bfloat16 | 6.0 | < 0.20 | 1.7800 | 8.0 | 400.0 |"]
+    assert runs == [(f"{tool}.py", seed, dtype) for seed in (0, 1) for dtype in ("float32", "bfloat16")
+                    for tool in ("benchmarks/gpt2_baseline", "train_gpt")]
+
+
+def test_the_comparison_of_eight_texts(monkeypatch, capsys):
+    """The numbers of the runs in its table."""
+    def time_process(command):
+        if "train_gpt.py" not in command:
+            return 30.0, "seed 1: val_loss 1.5000, 2000 steps\n"
+        (out,) = (option.removeprefix("--out=") for option in command if option.startswith("--out="))
+        Path(out, "logs").mkdir()
+        Path(out, "logs", "a.json").write_text(json.dumps(dict(final_val_loss=1.25)))
+        return 15.0, ""
+
+    monkeypatch.setattr(compare_nanogpt, "time_process", time_process)
+    monkeypatch.setattr(compare_nanogpt, "list_dtypes", lambda: ["float32"])
+    monkeypatch.setitem(compare_nanogpt.TEXTS, "code", ("ours", lambda: "def f(): pass\n" * 9999))
+    monkeypatch.setattr(sys, "argv", ["compare_nanogpt.py", "--only=code", "--seeds=1"])
+    status, out, _ = call_tool(capsys, compare_nanogpt.main)
+    assert status == 0 and out.splitlines()[2:] == ["| code: ours | 0 | 30.0 | 1.5000 | 15.0 | 1.2500 | 0.50 |"]
 
 
 def test_rules_compares_on_other_seeds(monkeypatch, capsys):

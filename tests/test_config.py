@@ -99,6 +99,7 @@ def test_a_preset_resolves_and_survives_the_command_line(name):
     given = gpt.parse_argv([f"--{key}={text}" for key, text in texts.items()])
     assert given == texts and gpt.make_config(given) == cfg
     assert gpt.config_from_dict(values) == cfg
+    cfg = dataclasses.replace(cfg, num_iterations=cfg.num_iterations or 100)
     assert gpt.derived_numbers(cfg, 1)["num_params"] > 0
 
 

@@ -1,5 +1,6 @@
 """run.sh: the processes that it starts."""
 
+import json
 import os
 import shutil
 import signal
@@ -34,12 +35,25 @@ def calls_of(tmp_path):
 
 def test_what_is_started(calls_of):
     """RUN_SH is set for runs and tools, and not for the tests, which start runs without run.sh."""
-    assert calls_of("tool.py", "x") == ["/run.sh|tool.py x"]
+    assert calls_of("tool.py", "x") == ["/run.sh|/tool.py x"]
     assert calls_of("test", "-k", "x") == ["|-m pytest -k x"]
-    assert calls_of("--seed=1", nproc="1") == ["/run.sh|train_gpt.py --seed=1"]
-    assert calls_of("--seed=1", "--help") == ["/run.sh|train_gpt.py --seed=1 --help"]
-    torchrun = "--standalone --local-addr=127.0.0.1 --nproc_per_node=4 train_gpt.py"
+    assert calls_of("--seed=1", nproc="1") == ["/run.sh|/train_gpt.py --seed=1"]
+    assert calls_of("--seed=1", "--help") == ["/run.sh|/train_gpt.py --seed=1 --help"]
+    torchrun = "--standalone --local-addr=127.0.0.1 --nproc_per_node=4 /train_gpt.py"
     assert calls_of("--seed=1")[-1].endswith(f" {torchrun} --seed=1")
+
+
+def test_paths_start_where_the_user_stands(tmp_path, shards):
+    """Of tools and of runs. A default pattern that matches nothing there means the project's files."""
+    shutil.copytree(shards, tmp_path / "data/mine")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/text").write_text("A text of one line.\n" * 300)
+    tool = [ROOT / "run.sh", "data/text.py", "docs", "--out=here"]
+    words = [ROOT / "run.sh", *TINY, "--num_iterations=2", "--train_files=data/mine", "--val_files=data/mine"]
+    for command in (tool, words, [ROOT / "run.sh", *TINY, "--num_iterations=1"]):
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=os.environ | {"NPROC": "1"})
+    assert json.loads((tmp_path / "here/corpus.json").read_text())["source"] == "docs"
+    assert len(list(tmp_path.glob("logs/*.json"))) == 2
 
 
 def test_torchrun_adds_no_traceback_to_the_line_of_a_run():
@@ -57,7 +71,7 @@ def test_checkouts_have_unix_line_ends():
 
 
 def test_a_missing_corpus_is_made_first(calls_of):
-    for word, call in (("tool.py", "/run.sh|tool.py"), ("--seed=1", "/run.sh|train_gpt.py --seed=1"),
+    for word, call in (("tool.py", "/run.sh|/tool.py"), ("--seed=1", "/run.sh|/train_gpt.py --seed=1"),
                        ("test", "|-m pytest")):
         made, started = calls_of(word, nproc="1", has_corpus=False)
         assert "make_embedded_corpus" in made and started == call

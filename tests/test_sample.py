@@ -49,7 +49,11 @@ def test_options_of_sampling(checkpoint, capsys, here):
     plain, greedy = write(), write("--temperature=0")
     assert plain.startswith("abcabc") and len(plain) <= 6 + 30 + 1
     assert write() == plain != write("--seed=1") == write(f"--seed={2**64 + 1}")
-    assert write("--top_k=1", "--seed=3") == greedy != plain
+    assert write("--top_k=1", "--seed=3") == write("--top_p=0.01", "--seed=3") == greedy != plain
+    assert write("--top_p=1") == plain != write("--top_p=0.5", "--top_k=0", "--temperature=2")
+    for bad in ("0", "-0.5", "1.01", "nan", "inf", "half"):
+        error = sample(capsys, checkpoint, f"--top_p={bad}", status=2)
+        assert "--top_p" in error and bad in error and error.count("\n") == 1
     assert write("--temperature=0", most=5)[:-1] == greedy[:11]
     assert not list(here.iterdir())
 
@@ -121,10 +125,40 @@ def test_top_k_and_temperature():
     logits = torch.tensor([0.0, 3.0, 2.0, 1.0])
     draw = lambda **options: tool.sample_token(logits, generator=generator, **options)
     generator = torch.Generator().manual_seed(0)
-    assert {draw(temperature=1.0, top_k=2) for _ in range(100)} == {1, 2}
-    assert {draw(temperature=0, top_k=0) for _ in range(5)} == {1}
-    counts = torch.tensor([draw(temperature=2.0, top_k=0) for _ in range(4000)]).bincount() / 4000
+    assert {draw(temperature=1.0, top_k=2, top_p=1) for _ in range(100)} == {1, 2}
+    assert {draw(temperature=0, top_k=0, top_p=1) for _ in range(5)} == {1}
+    counts = torch.tensor([draw(temperature=2.0, top_k=0, top_p=1) for _ in range(4000)]).bincount() / 4000
     assert torch.allclose(counts, (logits / 2).softmax(0), atol=0.03)  # four standard errors
+
+
+def test_top_p_keeps_the_nucleus():
+    """The token that crosses top_p is kept. Its sum can be equal to top_p. Rows of a batch differ."""
+    probs = torch.tensor([[0.125, 0.5, 0.0625, 0.25, 0.0625], [0.0625, 0.0625, 0.125, 0.125, 0.625]])
+
+    def keep(top_p):
+        return tool.keep_nucleus(probs, top_p).tolist()
+
+    most_likely = [[0, 0.5, 0, 0, 0], [0, 0, 0, 0, 0.625]]
+    assert keep(0.01) == keep(0.5) == most_likely
+    assert keep(0.51) == [[0, 0.5, 0, 0.25, 0], most_likely[1]]
+    assert keep(0.75)[0] == [0, 0.5, 0, 0.25, 0]
+    assert keep(0.875) == [[0.125, 0.5, 0, 0.25, 0], [0, 0, 0.125, 0.125, 0.625]]
+    assert keep(1.0) == probs.tolist()
+
+
+def test_top_p_counts_after_temperature_and_top_k():
+    """At temperature 2 probabilities are as 4:2:1:0.5, at temperature 1 as 16:4:1:0.25."""
+    logits = 2 * torch.tensor([0.5, 4.0, 2.0, 1.0]).log()
+    generator = torch.Generator().manual_seed(0)
+
+    def share(**options):
+        tokens = [tool.sample_token(logits, generator=generator, **options) for _ in range(2000)]
+        return (torch.tensor(tokens).bincount(minlength=4) / 2000).tolist()
+
+    assert share(temperature=2.0, top_k=0, top_p=0.7) == pytest.approx([0, 2 / 3, 1 / 3, 0], abs=0.04)
+    assert share(temperature=1.0, top_k=0, top_p=0.7) == [0, 1, 0, 0]
+    assert share(temperature=2.0, top_k=2, top_p=0.66) == [0, 1, 0, 0]  # 4/6 of two, 4/7.5 of all
+    assert share(temperature=2.0, top_k=3, top_p=0.9)[0] == 0 < share(temperature=2.0, top_k=0, top_p=0.94)[0]
 
 
 def test_the_model_has_the_averages(shards, here):
@@ -146,7 +180,7 @@ def test_a_model_that_diverged_is_refused():
     model.head.weight.data.fill_(float("nan"))
     with pytest.raises(gpt.RunError, match="logits are not finite"):
         list(tool.generate(model, cfg, PLAIN, [1, 2], BOS, 5, torch.argmax))
-    assert tool.sample_token(torch.tensor([1.0, 3.0, 2.0]), 1e-40, 0, torch.Generator()) == 1
+    assert tool.sample_token(torch.tensor([1.0, 3.0, 2.0]), 1e-40, 0, 1, torch.Generator()) == 1
 
 
 def test_another_vocabulary_with_and_without_a_tokenizer(here, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """data/text.py: text becomes shards, files are skipped, shards are replaced, and bad input is refused."""
 
 import codecs
+import csv
 import gzip
 import hashlib
 import json
@@ -10,6 +11,7 @@ import re
 import shlex
 import shutil
 import sys
+import termios
 import time
 import tracemalloc
 from pathlib import Path
@@ -21,7 +23,15 @@ from conftest import BOS, ROOT, VOCAB, at_most, call_tool, gpt
 
 from data import text
 
+TIME_STEP = text.time_step
 TWO_SHARDS = ["train_000000.bin", "val_000000.bin"]
+
+
+@pytest.fixture(autouse=True)
+def print_no_progress(monkeypatch):
+    """Its lines depend on the speed of the machine. So do the printed sizes, see test_the_printed_command_trains."""
+    monkeypatch.setattr(text, "PROGRESS_SECONDS", 1e9)
+    monkeypatch.setattr(text, "time_step", lambda options: 0.01)
 
 
 def make(capsys, *args, status: int = 0) -> str:
@@ -220,18 +230,160 @@ def test_formats(tmp_path, capsys):
     (texts / "old/er").mkdir(parents=True)
     (texts / "old/er/x.txt").write_text("old text")
     said = make(capsys, texts, "--out", out, "--exclude=*.csv", "--exclude=old/*")
-    assert said.count(".tsv (JSON or a table: ") == 5 and "skipped: 4 more (JSON or a table: " in said  # 3 and array.json
-    said = re.sub(r"skipped: (.*\.tsv|4 more) .*\n", "", said)
+    assert said.count('.tsv (no "text" among the columns 1, 2 (--key))') == 5 and 'skipped: 3 more (no "text")\n' in said
+    assert 'array.json (JSON or a table: write its texts as {"text": "..."} lines of a .jsonl)' in said
+    said = re.sub(r"skipped: (.*\.tsv|3 more) .*\n", "", said)
     skipped = [line for line in said.splitlines() if line.startswith("skipped: ")]
     names = [re.search(r"texts/(\S+) \(", line)[1] for line in skipped]
-    assert sorted(names) == ["d.jsonl", "damaged.gz", "notes.ipynb", "nul.txt"]
-    assert 'd.jsonl (line 3 and the rest: no JSON with a "text" (--key))' in said
+    assert sorted(names) == ["array.json", "d.jsonl", "damaged.gz", "notes.ipynb", "nul.txt"]
+    assert 'd.jsonl (line 3 and the rest: no "text" among the keys content (--key))' in said
     found = documents(out)
     assert {b"first", b"packed\n" * 100} < {*found}
     assert len(b"".join(found)) == 5 + 700 + len("".join(rows).encode())
     for name in ("nul.txt", "damaged.gz", "d.jsonl", "notes.ipynb", "array.json"):  # named files are not skipped
         said = make(capsys, texts, texts / name, "--out", tmp_path / "new", status=2)
         assert f"texts/{name} is not used (" in said and not (tmp_path / "new").exists()
+
+
+ROWS = [f"row {i}, \u00e9 \"quoted\"\tand\r\ncut; " * 40 for i in range(8)]
+
+
+@pytest.mark.parametrize("suffix, delimiter", [("csv", ","), ("TSV", "\t")])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_tables(suffix, delimiter, encoding, tmp_path, capsys):
+    """Each row of a column is a text. Cells have quotes, delimiters, line ends, more than 131,072 characters, or nothing."""
+    long, out = "x" * 200_000, tmp_path / "mine"
+    with open(tmp_path / "a", "w", encoding=encoding, newline="") as file:
+        csv.writer(file, delimiter=delimiter).writerows([["id", "body"], *enumerate(ROWS), [8, ""], [9], [], [10, long]])
+    (tmp_path / f"a.{suffix}.gz").write_bytes(gzip.compress((tmp_path / "a").read_bytes()))
+    (tmp_path / "a").rename(table := tmp_path / f"a.{suffix}")
+    for path in (table, tmp_path / f"a.{suffix}.gz"):
+        make(capsys, path, "--out", out, "--key=body", "--doc_bytes=300000")
+        found = documents(out)
+        assert {row.encode() for row in ROWS} < {*found}
+        assert len(b"".join(found)) == len("".join([*ROWS, long]).encode())  # validation may cut a row in two
+    names = [(name, source) for name, source, _ in text.read_texts([(table.name, table)], (), "body")]
+    assert names == [(f"a.{suffix}:{number}", f"{table}:{number}") for number in range(1, 12)]
+    said = make(capsys, table, "--out", tmp_path / "new", status=2)
+    assert f'{table} is not used (no "text" among the columns id, body (--key)): ' in said
+
+
+def test_damaged_tables(tmp_path, capsys):
+    """The line is named. Bytes that are not UTF-8 are kept, and the first rows with them are named."""
+    (tmp_path / "texts").mkdir()
+    write_book(tmp_path / "texts/book.txt", 20_000)
+    (tmp_path / "texts/open.csv").write_text('text,id\nfirst,1\n"second,2\n3\n')
+    (tmp_path / "texts/quote.csv").write_text('text\n"a"b\n')
+    (tmp_path / "texts/empty.csv").touch()
+    (tmp_path / "texts/nul.csv").write_bytes(b"text\na\0b\n")
+    (tmp_path / "texts/odd.csv").write_bytes(b"\x1b[31m\n\xff," + b"name " * 100)
+    (tmp_path / "texts/latin.csv").write_bytes(b"text\n" + b"".join(b"caf\xe9 %d\n" % i for i in range(8)))
+    said = make(capsys, tmp_path / "texts", "--out", tmp_path / "mine")
+    assert "open.csv (line 3 and the rest: unexpected end of data)\n" in said
+    assert "quote.csv (line 2 and the rest: ',' expected after '\"')\n" in said
+    assert 'empty.csv (no "text" among the columns (none) (--key))\n' in said
+    assert "nul.csv:1 (NUL bytes: no UTF-8 text)\n" in said
+    assert 'odd.csv (no "text" among the columns \\x1b[31m (--key))\n' in said  # no bytes for the terminal
+    assert said.count("not UTF-8: ") == 6 and "latin.csv:5 (iconv converts a file of another encoding)\n" in said
+    assert "not UTF-8: 3 more (iconv converts a file of another encoding)\n" in said
+    assert {b"first", *(b"caf\xe9 %d" % i for i in range(8))} < {*documents(tmp_path / "mine")}
+
+
+def test_keys_of_json_lines(tmp_path, capsys):
+    """A line without the key names its keys, in one line of output. Other lines are named."""
+    path = tmp_path / "a.jsonl"
+    for row, reason in (('{"content": "a", "id\\n": 3}', 'no "text" among the keys content, id\\n (--key)'),
+                        ("{}", 'no "text" among the keys (none) (--key)'),
+                        (json.dumps({f"key {i}": i for i in range(1000)}), 'no "text" among the keys key 0, key 1, '),
+                        ('{"text": ["a"]}', 'no JSON with a "text" (--key)'), ('"a"', 'no JSON with a "text" (--key)'),
+                        ("{", 'no JSON with a "text" (--key)')):
+        path.write_text(f'{{"text": "a"}}\n{row}\n')
+        said = make(capsys, path, "--out", tmp_path / "mine", status=2)
+        assert f"{path} is not used (line 2 and the rest: {reason}" in said and len(said) < 600
+
+
+def test_parquet_without_pyarrow(tmp_path, capsys):
+    """A line has the command that installs it."""
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        pass
+    else:
+        pytest.skip("pyarrow is installed")
+    (tmp_path / "texts").mkdir()
+    write_book(tmp_path / "texts/book.txt", 20_000)
+    (tmp_path / "texts/a.parquet").write_bytes(b"PAR1")
+    reason = f"a.parquet (Parquet needs pyarrow: {shlex.quote(sys.executable)} -m pip install pyarrow)\n"
+    assert reason in make(capsys, tmp_path / "texts", "--out", tmp_path / "mine")
+    said = make(capsys, tmp_path / "texts/a.parquet", "--out", tmp_path / "new", status=2)
+    assert reason.replace(" (", " is not used (").strip() in said
+
+
+def test_parquet(tmp_path, capsys):
+    """A column of text, also large or of repeated values, with missing values. 600 rows in groups of 250."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows, path, out = [f"{i}\u00e9 is a number. " * 9 for i in range(600)], tmp_path / "a.parquet", tmp_path / "mine"
+    rows[300], rows[301] = None, ""
+    strings = pyarrow.array(rows)
+    columns = dict(id=pyarrow.array(range(600)), text=strings, large=strings.cast(pyarrow.large_string()),
+                   repeated=strings.dictionary_encode())
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=250)
+    for key in ("text", "large", "repeated"):
+        make(capsys, path, "--out", out, f"--key={key}")
+        assert sorted(documents(out)) == sorted(row.encode() for row in rows if row)
+    found = {name: file.read() for name, _, file in text.read_texts([("a.parquet", path)], ())}
+    assert [*found] == [f"a.parquet:{number}" for number in range(1, 601)]
+    assert found["a.parquet:301"] == b"" and found["a.parquet:600"] == rows[599].encode()
+    refuse = lambda *args: make(capsys, path, "--out", tmp_path / "new", *args, status=2)
+    assert '(no "body" among the columns id, text, large, repeated (--key))' in refuse("--key=body")
+    assert '(row 1 and the rest: no text in "id" (--key))' in refuse("--key=id")
+    os.truncate(path, 9_000)
+    assert f"{path} is not used (Parquet" in refuse()
+    path.write_bytes(b"")
+    assert f"{path} is not used (Parquet" in refuse()
+
+
+@pytest.mark.parametrize("mark, encoding", [(codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be")])
+def test_utf16(mark, encoding, tmp_path, capsys):
+    """With a byte order mark it becomes UTF-8: plain, packed, and as JSON lines. Two characters take four bytes in both."""
+    content = "".join(f"{i} \u00e9\u3042\U0001f600\u2028\r\n" for i in range(20_000))
+    (tmp_path / "a.txt").write_bytes(mark + content.encode(encoding))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(mark + content.encode(encoding)))
+    rows = "".join(json.dumps({"text": row + "\u2028"}, ensure_ascii=False) + "\n" for row in ROWS)
+    (tmp_path / "a.jsonl").write_bytes(mark + rows.encode(encoding))
+    read = lambda name: [b"".join(text.split_text(file, 2047)) for _, _, file in text.read_texts([(name, tmp_path / name)], ())]
+    assert read("a.txt") == read("a.txt.gz") == [content.encode()]
+    assert read("a.jsonl") == [(row + "\u2028").encode() for row in ROWS]
+    assert "not UTF-8" not in make(capsys, tmp_path / "a.txt", "--out", tmp_path / "mine")
+    assert len(b"".join(documents(tmp_path / "mine"))) == len(content.encode())
+    for name, damaged, reason in (("odd", mark + content.encode(encoding)[:-1], "damaged UTF-16"),
+                                  ("half", mark + "\ud83d a".encode(encoding, "surrogatepass"), "damaged UTF-16"),
+                                  ("no mark", content.encode(encoding), "NUL bytes: no UTF-8 text"),
+                                  ("UTF-32", codecs.BOM_UTF32_LE + b"a\0\0\0", "NUL bytes: no UTF-8 text")):
+        (tmp_path / name).write_bytes(damaged)
+        assert f"{name} is not used ({reason})" in make(capsys, tmp_path / name, "--out", tmp_path / "new", status=2)
+
+
+def test_progress(tmp_path, capsys, monkeypatch):
+    """Nothing for short work. A line for each piece if there is no time between lines. On a terminal a bar."""
+    paths = [write_book(tmp_path / "book.txt", 300_000), "--out", tmp_path / "mine", "--doc_bytes=100000"]
+    make(capsys, *paths)  # asserts that stderr is empty
+    monkeypatch.setattr(text, "PROGRESS_SECONDS", 0)
+    status, _, err = call_tool(capsys, text.main, [*map(str, paths)])
+    sizes = re.findall(r"^read (\S+) MB$", err, re.M)
+    assert status == 0 and sizes == ["0.1", "0.2", "0.3", "0.3"]
+    assert re.findall(r"^write (.*)$", err, re.M)[-1] == "0.6 of 0.6 MB" and err.count("\n") > len(sizes)
+    master, slave = os.openpty()
+    termios.tcsetwinsize(slave, (24, 80))
+    with monkeypatch.context() as patch, open(slave, "w") as terminal, at_most(300):
+        patch.setattr(sys, "stderr", terminal)
+        assert text.main([*map(str, paths)]) == 0
+        print("end", end="", file=terminal, flush=True)
+        said = os.read(master, 4096).decode()
+        while not said.endswith("end"):
+            said += os.read(master, 4096).decode()
+    os.close(master)
+    assert "\rread: 300kB [" in said and "\rwrite: 100%" in said and "MB\r\n" not in said
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
@@ -249,18 +401,57 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     assert sum(info["tokens"].values()) > 3_000_000 and peak < 1_000_000
 
 
-@pytest.mark.parametrize("size, epochs, doc_bytes", [
-    (60_000, 100, 2047), (4_000, 110, 2047), (3_000, 165, 2047), (2_000, 330, 44)])
-def test_the_printed_command_trains(size, epochs, doc_bytes, here, capsys):
-    """4,000 bytes leave three sequences for training, 3,000 bytes leave two, and 2,000 bytes one."""
+def test_readers_keep_no_file_in_memory(tmp_path):
+    """3 MB in a table, and 3 MB of UTF-16, plain and packed."""
+    (tmp_path / "a.csv").write_text("id,text\n" + "".join(f'{i},"{"word " * 200}{i}"\n' for i in range(3000)))
+    (tmp_path / "b.txt").write_text("".join(f"{i} words\n" for i in range(250_000)), encoding="utf-16")
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress((tmp_path / "b.txt").read_bytes()))
+    for name in ("a.csv", "b.txt", "c.txt.gz"):
+        tracemalloc.start()
+        texts = text.read_texts([(name, tmp_path / name)], ())
+        size = sum(len(piece) for _, _, file in texts for piece in text.split_text(file, 2047))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert size > 2_900_000 and peak < 400_000, name
+
+
+@pytest.mark.parametrize("size, sequences, doc_bytes", [
+    (60_000, 53, 2047), (4_000, 3, 2047), (3_000, 2, 2047), (2_000, 1, 44)])
+def test_the_printed_command_trains(size, sequences, doc_bytes, here, capsys, monkeypatch):
+    """4,000 bytes leave three sequences for training, 3,000 bytes leave two, and 2,000 bytes one. The run reads the
+    text as often as 28 steps need."""
+    monkeypatch.setattr(text, "time_step", TIME_STEP)
+    monkeypatch.setattr(text, "SIZES", text.SIZES[:1])
     said = make(capsys, write_book(here / "book.txt", size), "--out", "mine", f"--doc_bytes={doc_bytes}")
     command = shlex.split(said.splitlines()[-1].partition("train_gpt.py ")[2])
-    cfg = gpt.make_config(gpt.parse_argv(command))
-    sequences = gpt.TrainData(cfg, gpt.Schedule(cfg)).sequences
-    assert cfg.epochs == epochs and len(sequences) == 330 * 1024 // cfg.seq_len  # enough for the whole run
+    cfg = gpt.fit_steps(gpt.make_config(gpt.parse_argv(command)))
+    passes = 28 * 2048 / (sequences * cfg.seq_len)
+    assert passes <= cfg.epochs < passes + 1
+    assert cfg.num_iterations == cfg.epochs * sequences * cfg.seq_len // 2048 >= 28
+    assert len(gpt.TrainData(cfg, gpt.Schedule(cfg)).sequences) == cfg.num_iterations * 2048 // cfg.seq_len
     if size == 2_000:
         assert gpt.main([*command, "--num_iterations=2", "--device=cpu"]) == 0
         assert "step:2/2 val_loss" in capsys.readouterr().out
+
+
+def test_the_size_follows_from_the_time_of_a_step():
+    """The largest size whose run fits. If none does, the smallest one reads a part of the text."""
+    assert text.choose_run(60, [0.03, 0.1, 0.5], 490) == (1, 490)
+    assert text.choose_run(600, [0.03, 0.1, 0.5], 490) == (2, 490)
+    assert text.choose_run(60, [0.03], 15_000) == (0, 2000)
+    assert [text.choose_epochs(n) for n in (1024, 28_672, 122_880, 299_999, 300_000)] == [56, 2, 2, 2, 1]
+
+
+def test_the_share_that_is_read(tmp_path, capsys, monkeypatch):
+    """A command that reads a part says so, and for a long text there is one for a GPU."""
+    monkeypatch.setattr(text, "time_step", lambda options: 0.04 if "num_layers" not in options else 1.2)
+    text.print_commands(tmp_path, VOCAB, dict(train=10_000_001, val=500_000))
+    lines = capsys.readouterr().out.splitlines()
+    steps = 10_000_001 // 1024 * 1024 // 2048
+    assert [line.partition(":")[0] for line in lines] == [
+        "on a GPU (never timed, reads all)", "timing ten steps of each size ...",
+        f"train on it ({0.04 * steps:.0f} s here, reads 100%)", "train on it (60 s here, reads 31%)"]
+    assert "--num_iterations=1500 " in lines[3] and "num_iterations" not in lines[2]
 
 
 def test_splitting_keeps_every_byte_and_prefers_line_ends():
@@ -279,7 +470,7 @@ def test_what_is_skipped(tmp_path, capsys):
     (texts / "windows.txt").write_bytes(codecs.BOM_UTF8 + b"windows")
     (texts / "latin.txt").write_bytes(b"caf\xe9 na\xefve")
     (texts / "sub/latin.txt").write_bytes(b"na\xefve")
-    (texts / "other.txt").write_text("words " * 9000, encoding="utf-16")
+    (texts / "nul.txt").write_text("words " * 9000, encoding="utf-16-le")
     (texts / "empty.txt").touch()
     (book.parent / "again.txt").symlink_to("book.txt")
     (texts / "broken").symlink_to("nowhere")
@@ -288,7 +479,7 @@ def test_what_is_skipped(tmp_path, capsys):
     with at_most(300):
         said = make(capsys, texts, book, "--out", tmp_path / "mine")
     find_names = lambda kind: re.findall(rf"^{kind}: {texts}/(\S+) ", said, re.M)
-    assert find_names("skipped") == ["broken", "folder", "other.txt", "pipe"]
+    assert find_names("skipped") == ["broken", "folder", "nul.txt", "pipe"]
     assert find_names("not UTF-8") == ["latin.txt", "sub/latin.txt"]
     assert "documents with the content of another one: 20. " in said
     found = documents(tmp_path / "mine")
@@ -299,7 +490,7 @@ def test_the_example_of_the_readme(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = ROOT / "records/laptop/2026-11-25_long_windows/train_gpt.py"
     said, page = make(capsys, path, "--out=data/mine"), (ROOT / "README.md").read_text()
-    facts, command = said.strip().split("\n")
+    facts, _, command = said.strip().split("\n")
     assert "data/*.bin" in (ROOT / ".gitignore").read_text().splitlines()
     assert facts in page and command.partition(" --train_files")[0].partition("run.sh")[2] in page
 
@@ -447,5 +638,6 @@ def test_an_incomplete_corpus_is_built_again(damage, here, monkeypatch, capsys):
 @pytest.mark.parametrize("preset", text.PRESETS)
 def test_the_sizes_of_presets(preset):
     cfg = gpt.make_config({"preset": preset})
-    tokens = gpt.Schedule(cfg).count_tokens()
-    assert text.PRESETS[preset] == (tokens, cfg.epochs, cfg.seq_len, cfg.val_tokens, cfg.val_seq_len)
+    assert text.PRESETS[preset] == (cfg.seq_len, cfg.tokens_per_step, cfg.val_tokens, cfg.val_seq_len)
+    if preset == "track_1":
+        assert gpt.Schedule(cfg).count_tokens() == text.TRACK_1_TOKENS
