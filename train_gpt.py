@@ -5057,8 +5057,8 @@ def collect_rows(trainer):
 
 
 def load_state(trainer, step: Path, metadata: dict):
-    """Restore a checkpoint of any number of ranks. Without metadata: the weights of a model.pt. RunError if an
-    entry is missing, or does not fit."""
+    """Restore a checkpoint of any number of ranks. Without metadata: the weights of a model.pt. RunError if
+    an entry is missing, or does not fit."""
     if not metadata:
         load_weights(trainer, step)
         return

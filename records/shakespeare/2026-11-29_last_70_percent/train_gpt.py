@@ -1,0 +1,5495 @@
+#!/usr/bin/env python3
+"""Train a GPT-2-class language model to a target loss in the least wall-clock time. One file, any machine.
+
+Launch
+    python train_gpt.py                                            # CUDA: track_1. CPU: laptop
+    torchrun --standalone --nproc_per_node=8 train_gpt.py          # the record setting (or ./run.sh)
+    python train_gpt.py --preset=laptop --record=my_idea --seed=1  # leaves a folder in records/
+    python train_gpt.py --checkpoint_every=250 --resume=auto       # continues after an interruption
+    python train_gpt.py --help                                     # also --print_config
+
+Part one, the recipe. It decides the loss.
+    CONFIG, OPERATIONS, MODEL, UPDATE RULES, OPTIMIZER, SCHEDULES, DATA, TRAINING: one step, and train()
+Part two, the same mathematics, faster. A check at startup compares the fast forms with part one.
+    FAST FORMS, STEP GRAPHS, FAST NORM AND ATTENTION, FP8, FUSED OPERATIONS, TRITON KERNELS, TABLES
+Part three, infrastructure.
+    DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
+
+Names without an annotation: cfg is a Config, rt a Runtime, comm a Comm, batch a Batch, ops Operations,
+    state a StepState, or of a bucket a dict of tensors. x, y and other data are tensors.
+Shapes: T tokens, D model_dim, H num_heads, K channels of a query or key, L of a value, F hidden channels of
+    an MLP, V padded vocabulary, N ranks, M matrices or elements of a bucket. A date in a source names a
+    record of the modded-nanogpt benchmark.
+"""
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import datetime
+import difflib
+import functools
+import gc
+import glob
+import hashlib
+import importlib
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import typing
+import zipfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPT = Path(__file__).read_bytes()  # the bytes that run, even if the file is edited during the run
+if __name__ == "__main__":  # as run.sh, before PyTorch loads OpenMP: its waiting threads free their core
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # before a process group exists: its defaults would hold the group
+import torch.nn.functional as F
+import torch.utils.benchmark as benchmark
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+from tqdm import tqdm
+
+try:
+    import fcntl
+    import resource
+except ImportError:
+    sys.exit("train_gpt.py: error: this needs Linux, macOS, or on Windows WSL")
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of PyTorch
+    triton = None
+
+# ############################## PART ONE: THE RECIPE #######################################################
+
+# ==== CONFIG ===============================================================================================
+# Every option has one entry: name, default, meaning, range. The defaults are preset track_1, which is record
+# 32. Every other preset lists only its changes to a parent preset. Layers, stages and parameter groups are
+# rows of data, so the code has no special case for a middle layer. To add an option, add it here. The
+# command line, its help, its checks and --without follow from it. Groups have options like --matrix_rule.
+
+AUTO = ("auto", "on", "off")
+
+
+def option(default, meaning: str, low=-2**31, high=2**31 - 1, choices=(), **off):
+    """Declare an option. low and high are inclusive. off=VALUE: what --without=NAME sets."""
+    return dataclasses.field(default=default,
+                             metadata=dict(help=meaning, low=low, high=high, choices=choices, **off))
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    attention: str = "short"  # window of the attention: long or short. none: no attention
+    mlp: bool = True
+    second_mlp: bool = False  # another MLP, with the same input
+    v_dim: int | None = None  # channels per head of the values. None: head_dim
+    x0: bool = True  # add the normalized embedding. With mudd_in and x0_mix=after_attention: x_in instead
+    ngram: bool = True  # add the n-gram embedding
+    value_embed: int | None = None  # index of the value-embedding table that is added to the values
+    skip_from: int | None = None  # earlier layer whose output is added to the input (U-Net skip)
+    attention_from: int | None = None  # earlier layer whose output attention reads. None: this layer's input
+    paired: bool = False  # two heads see each other's keys, as 2T positions. This halves windows in tokens
+    key_offset: bool = False  # half of each key's channels come from the previous token
+    xsa: bool = False  # exclusive self attention: subtract a part along the token's value
+    head_gate: bool = False  # scale of each head's output, from 0.25: learned, or per token with gates_from
+    gates_from: int | None = None  # layer whose input feeds the scales of head_gate and xsa, a factor of
+    #   skip_from, and with x0_mix=after_attention, but no mudd_in, the scales of x0 and ngram. None: learned
+    #   scales (group mix), and no factor
+    mudd_in: tuple[str, ...] = ()  # activations added to input and values with per-token weights
+    mudd_out: tuple[str, ...] = ()  # as mudd_in, added to the output. Also attn_in, mlp_in: normed inputs
+
+    def inputs(self):
+        """Names of activations that this layer reads, except its input, x0 and n-grams."""
+        names = {*self.mudd_in, *self.mudd_out} - {"attn_in", "mlp_in"}
+        if self.skip_from is not None:
+            names.add(f"h{self.skip_from}")
+        if self.attention_from is not None:
+            names.add(f"h{self.attention_from}")
+        if self.value_embed is not None:
+            names.add(f"ve{self.value_embed}")
+        if self.mudd_in:  # see layer_scalars()
+            names.add("x_in")
+        return names
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A range of steps with constant windows and batch."""
+
+    duration: float  # relative length. Ignored for the last stage if extension_steps > 0
+    window_long: int  # in long layers: number of earlier tokens that a query sees
+    window_short: int  # in short layers
+    tokens_per_step: int | None = None  # None: --tokens_per_step
+    max_doc_len: int | None = None  # None: --max_doc_len
+    lr_factor: float = 1.0  # multiplies every learning rate, except the final value of a cooldown
+    seq_len: int | None = None  # None: --seq_len
+    loss_weights: tuple[tuple[float, float], ...] = ((1, 1),)  # (start, end) per target, nearest first
+    prefix_weight: tuple[float, ...] = ()  # loss weights of one more target, the longest token that is a
+    #   prefix of the next token. One weight for each equal part of the stage. (): no such target
+    num_classes: int | None = None  # classes in the sampled softmax of a packed sequence. None: all
+
+
+@dataclass(frozen=True)
+class Group:
+    lr: float = option(0.0, "learning rate. Stages and schedules multiply it", 0.0)
+    rule: str = option("adamw", "update rule: muon, normuon, muonh, normuonh, anvil (matrices), or adamw")
+    betas: tuple[float, float] = option((0.8, 0.95), "Adam betas. Row variances use the second", 0.0,
+                                        0.9999)
+    weight_decay: float = option(0.0, "weight decay, times the learning rate. Not of muonh, normuonh", 0.0)
+    every: int = option(1, "steps between updates. Gradients are summed in between", 1)
+    late_every: int = option(0, "steps between updates after --late_start. 0: as before", 0)
+
+    def period(self, step: int, late_step: int):
+        """Steps between updates. Updates follow steps period - 1, 2 * period - 1, ..., counted from 0."""
+        return self.late_every if self.late_every and step >= late_step else self.every
+
+    def is_due(self, step: int, late_step: int = sys.maxsize):
+        return (step + 1) % self.period(step, late_step) == 0
+
+    def count_updates(self, num_steps: int, late_step: int):
+        """Number of updates in the first num_steps steps."""
+        if not self.late_every or num_steps <= late_step:
+            return num_steps // self.every
+        return late_step // self.every + num_steps // self.late_every - late_step // self.late_every
+
+
+TRACK_1_GROUPS = dict(
+    matrix=Group(rule="muon", lr=0.05, betas=(0.9, 0.95)),  # blocks' matrices. lr: spectral norm of updates
+    embed=Group(lr=0.6),
+    value_embed=Group(lr=0.6),
+    ngram=Group(lr=0.6),  # n-gram embedding
+    head=Group(lr=0.008),  # also trains the embedding while they are tied
+    scalar=Group(lr=0.04),  # learned scalars. In record 32 all groups below are empty
+    residual=Group(lr=0.04, betas=(0.9, 0.95)),  # residual_init's scales of the residual stream
+    mix=Group(lr=0.008, betas=(0.9, 0.95)),  # scales of outputs, and those that gates_from would feed
+    gate=Group(lr=0.008, betas=(0.9, 0.99)),  # token gates, smear, and gates of value embeddings
+    gain=Group(lr=0.1),  # gains of norms and outputs
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    # Data, budget, devices and output
+    preset: str = option("auto", "a name, or a .json file of a preset or result. auto: track_1 or laptop")
+    without: tuple[str, ...] = option((), "parts to leave out. --print_config lists them, in derived")
+    track: str = option("track_1", "folder under records/ for comparable runs")
+    record: str = option("", "name of a record run. Its script, log and result go to records/")
+    seed: int = option(0, "seed of the initial weights", 0)
+    device: str = option("auto", "device", choices=("auto", "cuda", "cpu"))
+    dtype: str = option("auto", "dtype of activations. auto: bfloat16 if the device has bfloat16 matmuls",
+                        choices=("auto", "bfloat16", "float32"))
+    fast: tuple[str, ...] = option(("auto",), "fast forms of operations: auto, off, or names a,b")
+    compile: str = option("auto", "torch.compile. auto: on CUDA with Triton", choices=AUTO)
+    fp8: str = option("auto", "FP8 matmuls of fp8_parts. auto: if the GPU has them", choices=AUTO, off="off")
+    train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
+    epochs: int = option(1, "largest number of passes over the training files", 1)
+    val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "pattern of the validation shards")
+    val_tokens: int = option(10_485_760, "validation tokens", 1)
+    val_seq_len: int = option(262_144, "tokens per validation sequence", 128)
+    val_windows: tuple[int, ...] = option((1664, 768), "long,short at the end. (): last stage's", 1)
+    val_loss_every: int = option(125, "steps between validations. 0: only the last. -1: a tenth of all", -1)
+    num_iterations: int = option(1670, "optimizer steps. 0: those of --epochs passes over the data", 0)
+    extension_steps: int = option(0, "final steps, included in num_iterations, that run the last stage", 0)
+    tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", 128)
+    seq_len: int = option(49_152, "tokens per packed sequence, independent of the number of ranks", 128)
+    micro_batch_tokens: int = option(49_152, "token limit per forward-backward. Sets the peak memory", 128)
+    sequence_start: str = option("document", "start of packed sequences: a document, or the previous end",
+                                 choices=("document", "anywhere"), off="anywhere")
+    max_doc_len: int = option(2048, "tokens of a document, with sequence_start=document", 2)
+    max_attention_len: int = option(0, "longest piece of a training document in attention. 0: all", 0, off=0)
+    stages: tuple[Stage, ...] = option((
+        Stage(duration=1, window_long=384, window_short=128),
+        Stage(duration=1, window_long=896, window_short=384),
+        Stage(duration=1, window_long=1408, window_short=640)), "as --layers")
+    vocab_file: str = option("data/gpt2_vocab.json", "token ids as JSON, for prefix_weight")
+    warmup_iterations: int = option(3, "untimed warmup steps per stage, times a group's longest period", 0)
+    out: str = option(".", "folder of logs/, records/ and checkpoints/")
+    checkpoint_every: int = option(0, "steps between checkpoints. 0: only if a run is stopped", 0)
+    resume: str = option("", "checkpoint to continue from. auto: the newest of this run, if any. "
+                             "A model.pt: begin at step 0 with its weights")
+    telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
+    tracker: str = option("off", "also send losses and measurements to this tool. Needs its package",
+                          choices=("off", "trackio", "wandb"))
+    guard: bool = option(False, "if training diverges, roll back and lower the precision. It keeps two "
+                         "copies of the model, so an n-gram table above 2 GB is refused")
+
+    # Shape of the network
+    layers: tuple[LayerSpec, ...] = option((), "layers as JSON, or a .json file. (): layer_pattern. "
+                                             "An object: fields of all layers")
+    layer_pattern: str = option("record_32", "layers of any depth", choices=("record_32", "laptop"))
+    num_layers: int = option(12, "layers", 1, 1000)
+    num_heads: int = option(6, "attention heads per layer", 1, 4096)
+    head_dim: int = option(128, "channels per head", 8, 4096)
+    model_dim: int = option(768, "residual channels = num_heads * head_dim", 8, 65536)
+    mlp_ratio: float = option(4.0, "MLP hidden channels per residual channel", 0.1, 64)
+    vocab_size: int = option(50257, "vocabulary size", 2, 65536)
+    vocab_multiple: int = option(128, "the vocabulary is padded to a multiple of this", 1, 65536)
+    tie_head: bool = option(False, "one table for embedding and head, in group head", off=False)
+    embed_dtype: str = option("bfloat16", "storage of embeddings, head and gates",
+                              choices=("bfloat16", "float32"))
+    matrix_dtype: str = option("float32", "storage of matrices", choices=("float32", "bfloat16"),
+                               off="float32")
+    init_std: float = option(0.5, "std of initial matrices: this / sqrt(fan-in or model_dim)", 0.0)
+    embed_std: tuple[float, float] = option((1.0, 1.0), "initial std of embedding, value embeddings", 0.0)
+    zero_init: str = option("on", "output projections that start at 0: all (on), of MLPs (mlp), none (off)",
+                            choices=("on", "mlp", "off"), off="off")
+    gains: tuple[str, ...] = option((), "learned gains of sublayers: norm (inputs, from 1), output (from 0)",
+                                    choices=("norm", "output"))
+    qk_norm: bool = option(True, "normalize each head's queries and keys", off=False)
+    equal_qk_init: bool = option(False, "queries and keys start with equal weights", off=False)
+    qk_group_heads: int = option(0, "heads per matrix of queries and keys in Muon. 0: all", 0, off=0)
+    attention_scale: tuple[float, float] = option((0.1, 0.1), "initial softmax scale. The second: of short "
+                                                  "layers if short_qk_dim > 0", 0.0)
+    short_qk_dim: int = option(0, "channels per head of queries and keys in short layers. All rotate, and "
+                               "YaRN follows the short window. 0: head_dim", 0, 4096, off=0)
+    yarn_max_window: int = option(65_536, "limit on the windows in YaRN's formula. 0: no YaRN", 0, off=0)
+    attention_gate_dim: int = option(12, "input channels of the attention gate. 0: no gate", 0, off=0)
+    value_gate_dim: int = option(0, "inputs of the value-embedding gate. 0: a learned scalar", 0, 24, off=0)
+    x0_mix: str = option("before", "where x0, and n-grams after layer 0, are added. off: no x0",
+                         choices=("off", "before", "after_attention"), off="off")
+    residual_init: float = option(0.0, "initial learned scale of the residual stream, with scales of the "
+                                  "sublayers' matrices and outputs. 0: none", 0, off=0.0)
+    smear: bool = option(False, "add the previous token's embedding, scaled by a gate", off=False)
+    ngram_rows: int = option(0, "rows of the hashed n-gram embedding, over all ranks. 0: none", 0, off=0)
+    ngram_order: int = option(2, "the embedding's n-grams have 2 to this many tokens", 2, 6, off=2)
+    mudd_groups: int = option(1, "groups of channels with their own mudd_out weights", 1, 4096, off=1)
+    softcap: tuple[float, float, float] = option(
+        (30.0, 0.0, 7.5), "cap, shift, width: logits become cap * sigmoid((logit + shift) / width). The "
+        "defaults give 15 tanh(logit / 15) + 15. cap 0: no softcap", off=(0.0, 0.0, 7.5))
+    fp8_parts: tuple[str, ...] = option(("head",), "matmuls in FP8 during training",
+                                        choices=("head", "logits", "mlp", "qkv"))
+    fp8_head_amax: float = option(0.875, "largest head weight that FP8 represents", 1e-6)
+
+    # Update rules and schedules
+    orthogonalize: str = option("newton_schulz", "polynomial of the orthogonalization",
+                                choices=("newton_schulz", "polar_express", "six_maps"))
+    mlp_lr_mul: tuple[float, float] = option((1.0, 1.0), "learning-rate multipliers of MLP matrices", 0.0)
+    decay: str = option("decoupled", "cautious: decay only weights that the update, or anvil's slow "
+                        "momentum, shrinks",
+                        choices=("decoupled", "cautious"), off="decoupled")
+    decay_schedule: str = option("constant", "factor of the weight decay: 1 (constant), the learning rate's "
+                                 "factor (lr), or a cosine to 0", choices=("constant", "lr", "cosine"))
+    momentum: tuple[float, float] = option((0.85, 0.95), "Muon momentum at step 0, later", 0.0, 0.9999)
+    momentum_warmup_steps: int = option(300, "steps of the momentum warmup", 0, off=0)
+    momentum_cooldown_steps: int = option(0, "final steps of the momentum cooldown", 0, off=0)
+    slow_momentum_start: float = option(1.0, "fraction of the schedule before anvil's slow momentum acts",
+                                        0.0, 1.0, off=1.0)
+    adam_eps: float = option(1e-8, "Adam epsilon, for gradients times 49,152 / tokens_per_step", 1e-30)
+    state_dtype: str = option("storage", "dtype of optimizer state: the parameter's (storage), or float32 "
+                              "with low bits of bfloat16 matrices", choices=("storage", "float32"))
+    late_start: float = option(1.0, "fraction of the schedule before late_every acts", 0.0, 1.0, off=1.0)
+    averages: bool = option(False, "in the end, move weights towards their running averages", off=False)
+    untie_frac: float = option(1.0, "fraction of the schedule after which a tied head is untied", 0.0, 1.0)
+    lr_warmup_frac: float = option(0.0, "fraction of the schedule with rising lr", 0.0, 1.0)
+    cooldown_frac: float = option(0.5, "fraction of the schedule with falling lr", 0.0, 1.0, off=0.0)
+    matrix_cooldown_frac: float = option(-1.0, "cooldown_frac of matrices. -1: cooldown_frac", -1.0, 1.0,
+                                         off=-1.0)
+    final_lr_frac: float = option(0.1, "final learning rate divided by the group's lr", 0.0, 1.0)
+    groups: dict[str, Group] = dataclasses.field(
+        default_factory=lambda: dict(TRACK_1_GROUPS),
+        metadata=option(None, "fields of parameter groups as JSON, or a .json file").metadata)
+
+    @property
+    def has_output_gain(self):
+        """Whether sublayers begin with zero gains instead of zero matrices."""
+        return "output" in self.gains
+
+    @property
+    def padded_vocab_size(self):
+        """V: the vocabulary size, rounded up."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def mlp_hidden(self):
+        return round(self.mlp_ratio * self.model_dim)
+
+    def qk_dim(self, spec):
+        """Channels per head of a layer's queries and keys."""
+        return self.short_qk_dim if self.short_qk_dim and spec.attention == "short" else self.head_dim
+
+    @property
+    def adam_every(self):
+        """Largest number of steps between two updates of a group."""
+        return max(max(group.every, group.late_every) for group in self.groups.values())
+
+    @property
+    def scheduled_steps(self):
+        return self.num_iterations - self.extension_steps
+
+    def step_at(self, fraction: float):
+        """First step after a fraction of the schedule. 1: never."""
+        return math.ceil(fraction * self.scheduled_steps - 1e-6) if fraction < 1 else sys.maxsize
+
+    @property
+    def full_stages(self):
+        return tuple(dataclasses.replace(
+            stage, tokens_per_step=stage.tokens_per_step or self.tokens_per_step,
+            max_doc_len=stage.max_doc_len or self.max_doc_len, seq_len=stage.seq_len or self.seq_len)
+            for stage in self.stages)
+
+
+GRAD_TOKENS = 49_152  # tokens. adam_eps applies to gradients times this number / --tokens_per_step
+
+
+def build_layers(num_layers: int, pattern: str):
+    """The layers of record 32, and alike at other depths. Layer 0 has no MLP. Four evenly spaced layers have
+    long windows, except the third, which has no attention. The upper half adds outputs of the lower half in
+    reverse order. The last layers reuse value embeddings of the first."""
+    if pattern == "laptop":
+        return build_laptop_layers(num_layers)
+    last = num_layers - 1
+    num_values = min(3, num_layers // 2)  # tables of value embeddings
+    long_layers = {round(i * last / 3) for i in range(4)}
+    layers = []
+    for i in range(num_layers):
+        from_end = last - i
+        spec = dict(attention="long" if i in long_layers else "short", mlp=i > 0 or num_layers == 1)
+        if i < num_values:
+            spec["value_embed"] = i
+        elif from_end < num_values:
+            spec["value_embed"] = num_values - 1 - from_end
+        if from_end < min(i, num_layers // 2):
+            spec["skip_from"] = from_end
+        if num_layers >= 4 and i == round(2 * last / 3):
+            spec.update(attention="none", value_embed=None)
+        layers.append(LayerSpec(**spec))
+    return tuple(layers)
+
+
+def build_laptop_layers(num_layers):
+    """Every fourth and the last layer have long windows. The upper half has skips from the lower half. All
+    layers have key offset, and by turns one of two tables of value embeddings."""
+    last = num_layers - 1
+    layers = []
+    for i in range(num_layers):
+        layers.append(LayerSpec(
+            attention="long" if i in (last, *range(3, last, 4)) else "short", key_offset=True,
+            value_embed=i % 2, skip_from=last - i if last < 2 * i - 1 else None))
+    return tuple(layers)
+
+
+FRONTIER_LAYERS = (  # record 92, 2026-08-30
+    LayerSpec(attention="short", gates_from=0, paired=True),
+    LayerSpec(attention="short", gates_from=0, v_dim=64, value_embed=0, xsa=True),
+    LayerSpec(attention="short", gates_from=0, value_embed=1, paired=True, ngram=False),
+    LayerSpec(attention="long", gates_from=0, key_offset=True, xsa=True, head_gate=True, x0=False,
+              ngram=False),
+    LayerSpec(attention="none", gates_from=4),
+    LayerSpec(attention="short", gates_from=4, paired=True),
+    LayerSpec(attention="none", gates_from=4, skip_from=3, x0=False, ngram=False),
+    LayerSpec(attention="none", gates_from=4, mlp=False, ngram=False),
+    LayerSpec(attention="short", gates_from=4, v_dim=64, value_embed=2, attention_from=7, second_mlp=True,
+              x0=False, ngram=False),
+    LayerSpec(attention="none", gates_from=4, x0=False),
+    LayerSpec(attention="long", gates_from=4, value_embed=3, attention_from=7, key_offset=True,
+              head_gate=True, mudd_in=("x_in", "h7"),
+              mudd_out=("x_in", "h7", "h9", "ve0", "h3", "ve1", "ve3", "ve2", "mlp_in", "attn_in")),
+)
+
+FRONTIER_STAGES = (  # durations 1 to 5 add up to scheduled_steps + 1. The extension cuts the last step
+    Stage(duration=320, window_long=384, window_short=128, tokens_per_step=131_072, max_doc_len=896,
+          seq_len=16_384, loss_weights=((1, 1), (0.5, 0.5), (0.25, 0)), prefix_weight=(0.25,),
+          num_classes=10_240),
+    Stage(duration=361, window_long=896, window_short=384, tokens_per_step=262_144, max_doc_len=2048,
+          lr_factor=1.52, seq_len=32_768, loss_weights=((1, 1), (0.5, 0)),
+          prefix_weight=(0.2, 0.15, 0.1, 0.05), num_classes=10_240),
+    Stage(duration=284, window_long=1408, window_short=640, lr_factor=1.73, num_classes=14_336),
+    Stage(duration=142, window_long=1408, window_short=640, lr_factor=1.73, num_classes=24_576),
+    Stage(duration=68, window_long=1408, window_short=640, tokens_per_step=327_680, seq_len=40_960,
+          lr_factor=1.73 * (20 / 24) ** 0.5),
+    Stage(duration=20, window_long=1664, window_short=768, tokens_per_step=131_072, seq_len=16_384),
+)
+
+# The embedding is tied to head.weight until step 1175, and group head trains it. every=2: updates in steps
+# 1, 3, 5, ..., with the gradients of two steps. As published, lr * weight_decay contains the lr twice
+FRONTIER_GROUPS = dict(
+    matrix=Group(rule="anvil", lr=0.023, betas=(0.9, 0.9), weight_decay=0.023 * 2.25),
+    embed=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # once untied
+    head=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # and tied embedding
+    value_embed=Group(lr=0.56, betas=(0.75, 0.95), weight_decay=0.56 * 0.005 * 5, every=2, late_every=4),
+    ngram=Group(rule="row_adam", lr=0.56, betas=(0.0, 0.95), weight_decay=0.56 * 0.005 * 5, every=2,
+                late_every=4),
+    scalar=Group(lr=0.04, betas=(0.9, 0.99), every=2),
+    residual=Group(lr=0.04, betas=(0.9, 0.95), every=2),
+    mix=Group(lr=0.008, betas=(0.9, 0.95), every=2),
+    gate=Group(lr=0.008, betas=(0.9, 0.99), weight_decay=0.008 * 0.005, every=2),
+    gain=Group(lr=0.1, every=2),
+)
+
+EMBEDDED_CORPUS = "data/torch_source"  # run.sh makes it from the installed PyTorch: no download needed
+
+# name: (parent, description, differences). Rows of groups replace the parent's. More: records/presets/
+PRESETS: dict[str, tuple[str | None, str, dict]] = {
+    "track_1": (None, "record 32: 271 M parameters, FineWeb, loss 3.28 on 8xH100", {}),
+    "frontier": ("track_1", "record 92, of 2026-08-30: the fastest recipe", dict(
+        num_layers=11, layers=FRONTIER_LAYERS, mlp_ratio=11 / 3, attention_gate_dim=0,
+        value_gate_dim=12, qk_group_heads=2, yarn_max_window=1664,
+        attention_scale=(0.085, 0.13), short_qk_dim=64, x0_mix="after_attention", residual_init=1.1**0.5,
+        smear=True, ngram_rows=84_602_880, ngram_order=3, mudd_groups=12, zero_init="mlp",
+        # untie_frac: step 1174, as 1 would mean never. The head's next update is in step 1175
+        tie_head=True, untie_frac=1173.5 / 1174, embed_std=(0.005, 0.01), softcap=(23.0, 5.0, 7.5),
+        fp8_parts=("head", "logits", "mlp", "qkv"), fp8_head_amax=2.0, matrix_dtype="bfloat16",
+        groups=FRONTIER_GROUPS, late_start=336 / 1174, state_dtype="float32", adam_eps=1e-10,
+        orthogonalize="six_maps", slow_momentum_start=514 / 1174, averages=True, decay="cautious",
+        decay_schedule="lr", mlp_lr_mul=((11 / 3) ** 0.5, 2 * (11 / 3) ** 0.5),
+        momentum=(0.85, 0.93), momentum_warmup_steps=240, momentum_cooldown_steps=50,
+        cooldown_frac=940 / 1174, final_lr_frac=0.3, num_iterations=1194, extension_steps=20,
+        stages=FRONTIER_STAGES, max_doc_len=3072, max_attention_len=2560, val_loss_every=0,
+        val_windows=(2560, 768))),
+    "laptop": ("track_1", "the mechanisms of records 89 and 92 that pay at this size. Two CPU cores", dict(
+        track="laptop", train_files=f"{EMBEDDED_CORPUS}/train_*.bin", vocab_size=257, vocab_multiple=16,
+        val_files=f"{EMBEDDED_CORPUS}/val_*.bin", num_layers=2, head_dim=64, model_dim=128, mlp_ratio=2.0,
+        layer_pattern="laptop", attention_gate_dim=0, equal_qk_init=True, ngram_rows=163_840, ngram_order=6,
+        zero_init="mlp", embed_dtype="float32", x0_mix="after_attention", softcap=(23.0, 5.0, 7.5),
+        momentum=(0.7, 0.7), momentum_warmup_steps=0, adam_eps=1e-2,  # smaller gradients are rounding noise
+        groups=dict(
+            matrix=Group(rule="normuon", lr=0.05, betas=(0.9, 0.9)),
+            embed=Group(lr=0.3, betas=(0.5, 0.95)),
+            head=Group(lr=0.02, betas=(0.5, 0.95)),
+            value_embed=Group(lr=0.3, betas=(0.75, 0.95)),
+            ngram=Group(rule="row_adam", lr=0.4, betas=(0.0, 0.95))),
+        warmup_iterations=0, num_iterations=165, tokens_per_step=2048, seq_len=1024, micro_batch_tokens=2048,
+        max_doc_len=1024, sequence_start="anywhere", val_tokens=131_072, val_seq_len=8192, val_loss_every=40,
+        val_windows=(1280, 32), stages=(
+            Stage(duration=1, window_long=384, window_short=32),
+            Stage(duration=1, window_long=512, window_short=32),
+            Stage(duration=1, window_long=768, window_short=32)))),
+    "quick": ("laptop", "a text of your own, read once", dict(
+        track="try", num_layers=1, num_iterations=0, val_tokens=40_960, val_loss_every=-1,
+        val_windows=(256, 16), stages=(Stage(duration=1, window_long=256, window_short=16),),
+        cooldown_frac=1.0, final_lr_frac=0.3,  # the last part of a text is new, too
+        groups=dict(  # slow second betas: rates of rare rows and tokens fall with their number of updates
+            embed=Group(lr=0.3, betas=(0.5, 0.999)),
+            head=Group(lr=0.012, betas=(0.5, 0.999)),
+            value_embed=Group(lr=0.3, betas=(0.75, 0.999)),
+            ngram=Group(rule="row_adam", lr=0.5, betas=(0.0, 0.999))))),
+    "smoke": ("track_1", "record 32 in seconds on any machine, for tests", dict(
+        track="try", train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
+        vocab_size=257, num_layers=4, num_heads=2, head_dim=32, model_dim=64, embed_dtype="float32",
+        dtype="float32", num_iterations=12, tokens_per_step=2048, seq_len=512, micro_batch_tokens=1024,
+        max_doc_len=256, val_tokens=4096, val_seq_len=1024, val_loss_every=6, warmup_iterations=1,
+        momentum_warmup_steps=10, adam_eps=1e-2, val_windows=(320, 128), stages=(
+            Stage(duration=1, window_long=128, window_short=64),
+            Stage(duration=1, window_long=192, window_short=64),
+            Stage(duration=1, window_long=256, window_short=128)))),
+}
+
+# ==== OPERATIONS ===========================================================================================
+# The equations of the model, on local tensors. Part two has fast forms of the functions in Operations. After
+# an edit of a function its fast forms are off, FP8 too, and a line says so. With micro-batches or validation
+# sequences above 8,192 tokens a fast form of attention() always runs: edit that one.
+
+class Rope(typing.NamedTuple):
+    """RoPE tables (T, P, K/2) of a head's pairs of channels, for P positions per token."""
+
+    cos: Tensor
+    sin: Tensor
+    softmax_scale: Tensor  # ()
+    num_rotating: int  # pairs that rotate. The other ones have cos 1 and sin 0
+    is_unrotated: Tensor  # (T, 1, K) 1 on channels without RoPE, except at sequence starts. Else 0
+
+
+class StepInputs(typing.NamedTuple):
+    """Inputs of the model that change with the stage."""
+
+    windows: Tensor  # (2,) of long and short layers, in positions
+    ropes: dict[tuple[str, bool], Rope]  # by (attention, paired). Paired: two positions per token
+    is_sequence_start: Tensor  # (T,) first token of a packed sequence
+    has_prefix_target: bool = False
+
+
+RMS_EPS = 1.1920929e-07  # float32's machine epsilon, for every dtype
+BLOCK = 128  # tokens. Sequence lengths are multiples of BLOCK, because masks are tested block by block
+NUM_SIGN_ROWS = 8192  # rows in the table of n-gram signs
+LOGITS_CHUNK = 24_576  # tokens whose logits are computed at once
+
+
+def at_least_fp32(x):
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def linear(x, weight):
+    """x (T, D) @ weight (F, D)^T -> (T, F)."""
+    return x @ weight.type_as(x).T
+
+
+def scale(x, weight: Tensor | float | None):
+    """x * weight. weight=None means 1."""
+    if weight is None:
+        return x
+    if isinstance(weight, Tensor):
+        weight = weight.type_as(x)
+    return x * weight
+
+
+def add_scaled(x, weight, y):
+    """x + weight * y. weight=None means 1."""
+    if weight is None:
+        return x + y
+    return torch.addcmul(x, weight, y)
+
+
+def add_embeddings(x, acts, s, names: list[str]):
+    """Add the named ones of the n-gram embedding, x0, and the first layer's input, times their scalars."""
+    for name in names:
+        x = add_scaled(x, s[name], acts[name])
+    return x
+
+
+def rms_norm(x):
+    """x (..., D) / root mean square over D."""
+    return F.rms_norm(x, x.shape[-1:], eps=RMS_EPS)
+
+
+def relu2_mlp(x, up, down, _scales=None):
+    """relu(x up)^2 down^T. x (T, D), up and down (D, F) -> (T, D). _scales: for a fast form."""
+    hidden = F.relu(x @ up).square()  # (T, F)
+    return hidden @ down.T
+
+
+def rotate(x, cos, sin):
+    """RoPE: rotate each pair of channels j and j + K/2 by an angle proportional to the position. x (T, ...,
+    P, K), cos and sin (T, ..., P, K/2). Source: record 32."""
+    cos = torch.cat((cos, cos), dim=-1)
+    sin = torch.cat((sin, -sin), dim=-1)
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin)
+
+
+class Heads(typing.NamedTuple):
+    """Shape and options of the heads of an attention layer."""
+
+    num_heads: int  # H
+    qk_dim: int  # K, channels of a query or key
+    v_dim: int  # L, channels of a value
+    num_positions: int  # P, RoPE positions of a token. Paired (2026-01-07): 2t in even heads, 2t + 1 in odd
+    key_offset: bool
+    has_norm: bool  # QK-norm
+
+
+def make_qkv(x, weight, rope, heads, step_inputs, ops):
+    """x (T, D), weight (2HK + HL, D) -> queries and keys (T, H, K) with QK-norm and RoPE, values (T, HL).
+    Key offset (2025-12-14): the unrotated half of a key comes from the previous token."""
+    H, K, _, P, *_ = heads
+    qk, v = linear(x, weight).split((2 * H * K, H * heads.v_dim), dim=1)
+    qk = qk.unflatten(1, (2, H // P, P, K))
+    if heads.has_norm:
+        qk = ops.rms_norm(qk)
+    cos, sin = (table[:, None, None].type_as(x) for table in (rope.cos, rope.sin))  # (T, 1, 1, P, K/2)
+    q, k = rotate(qk, cos, sin).flatten(2, 3).unbind(1)  # (T, H, K)
+    q = q * rope.softmax_scale
+    if heads.key_offset:  # torch.lerp is five times faster than torch.where
+        k = torch.lerp(k, k.roll(1, 0), rope.is_unrotated.type_as(k))
+    return q, k, v
+
+
+def is_visible(query, key, doc_ids, window):
+    """Whether a query sees a key: equal documents, and the key is 0 to `window` positions earlier."""
+    return (key <= query) & (query - key <= window) & (doc_ids[query] == doc_ids[key])
+
+
+def make_mask(doc_ids, window):
+    """doc_ids (T,) -> visible (T, T), queries by keys."""
+    positions = torch.arange(doc_ids.size(0), device=doc_ids.device)
+    return is_visible(positions[:, None], positions, doc_ids, window)
+
+
+def attention(q, k, v, mask):
+    """Softmax attention. q includes the softmax scale. q, k (T, H, K), v (T, H, L), mask (T, T) -> as v."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # (H, T, K)
+    scores = (q @ k.mT).masked_fill(~mask, -math.inf)  # (H, T, T)
+    return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+# Factors of a token, of the one before it, and so on. The first three are record 92's
+HASH_FACTORS = 17351, 60961, 45259, 50131, 23677, 41333
+
+
+def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
+    """Rows of the n-grams of 2 to `order` tokens that end at each token: order - 1 times (T,). Lengths have
+    equal parts of the table. N-grams that begin before their sequence get the last row of a part. In record
+    92 pairs are hashed as if a sequence began with size - 1. tokens: int32, an array or a tensor."""
+    size = num_rows // (order - 1)
+    pair_tokens = 1 * tokens  # a copy of an array or a tensor
+    pair_tokens[is_sequence_start] = size - 1
+    kinds = [(pair_tokens, (36313, 27191))]
+    for length in range(3, order + 1):
+        kinds.append((tokens, HASH_FACTORS[:length]))
+    return [hash_tokens(x, is_sequence_start, size - 1, size - 1, factors) + size * kind
+            for kind, (x, factors) in enumerate(kinds)]
+
+
+def hash_signs(tokens, is_sequence_start, order: int):
+    """Rows of signs, n times (T,), of n-grams, from up to three tokens. Cut ones get row 0."""
+    pairs = hash_tokens(tokens, is_sequence_start, NUM_SIGN_ROWS, 0, (48271, 30011))
+    if order == 2:
+        return [pairs]
+    triples = hash_tokens(tokens, is_sequence_start, NUM_SIGN_ROWS, 0, (58699, 39779, 26801))
+    return [pairs] + [triples] * (order - 2)
+
+
+def hash_tokens(tokens, is_sequence_start, num_rows: int, cut_row: int, factors: tuple[int, ...]):
+    """XOR of each factor times its token, modulo num_rows (T,): factors[0] * the token, factors[1] * the
+    previous one, ... Integers wrap around. N-grams that begin before their sequence get cut_row."""
+    mixed = factors[0] * tokens
+    for distance, factor in enumerate(factors[1:], 1):
+        mixed[distance:] ^= factor * tokens[:-distance]
+    mixed -= mixed // num_rows * num_rows  # as %=, but fast in NumPy
+    for distance in range(len(factors) - 1):
+        mixed[distance:][is_sequence_start[: len(mixed) - distance]] = cut_row
+    return mixed
+
+
+def make_ngram_signs(num_rows: int, dim: int):
+    """Pseudo-random signs (num_rows, D), +1 or -1. They separate n-grams that share a row. 2026-05-20."""
+    bits = torch.arange(num_rows * dim)
+    for _ in range(2):
+        bits = (bits ^ bits >> 16) * 0x45D9F3B & 0xFFFFFFFF
+    return ((bits >> 15 & 1) * 2 - 1).view(-1, dim)
+
+
+class Softcap(typing.NamedTuple):
+    """Bounds logits: cap * sigmoid((logit + shift) / width). cap=0: no bound. Records 9, 19, 2025-12-26."""
+
+    cap: float
+    shift: float
+    width: float
+
+    def __call__(self, logits):
+        logits = logits.to(at_least_fp32(logits))
+        if self.shift:
+            logits = logits + self.shift
+        if self.cap:
+            logits = self.cap * torch.sigmoid(logits / self.width)
+        return logits
+
+
+def head_loss(x, weight, targets, target_weights, softcap):
+    """Weighted cross-entropy of all targets, summed over tokens. A target of -1 is ignored. x (T, D), weight
+    (V, D), targets (T, n), target_weights (n,) -> (), float32."""
+    loss = torch.zeros((), dtype=at_least_fp32(x), device=x.device)
+    for x_chunk, target_chunk in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
+        logits = softcap(linear(x_chunk, weight))  # (T, V)
+        for target, target_weight in zip(target_chunk.unbind(1), target_weights):
+            cross_entropy = F.cross_entropy(logits, target, ignore_index=-1, reduction="sum")
+            loss = loss + target_weight * cross_entropy
+    return loss
+
+
+def val_loss(x, weight, targets, softcap):
+    """The metric: summed cross-entropy of the next token. x (T, D), weight (V, D), targets (T,) -> ()."""
+    loss = 0.0
+    for x_chunk, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
+        logits = softcap(linear(x_chunk, weight))  # (T, V)
+        loss = loss + F.cross_entropy(logits, target, reduction="sum")
+    return loss
+
+
+def start_reading(table: nn.Parameter, rows, plan: RowPlan | None):
+    """Begin to read rows (T,) of a table. A Table fetches a plan's rows. Returns a function () -> (T, D)."""
+    if plan is None:
+        return functools.partial(F.embedding, rows, table)
+    return table.owner.start_reading(plan)
+
+
+class Operations(typing.NamedTuple):
+    """The operations that have fast forms, and the dtype of activations. See make_operations()."""
+
+    dtype: torch.dtype = torch.float32
+    rms_norm: Callable = rms_norm
+    relu2_mlp: Callable = relu2_mlp
+    make_qkv: Callable = make_qkv
+    make_mask: Callable = make_mask
+    attention: Callable = attention
+    head_loss: Callable = head_loss
+
+# ==== MODEL ================================================================================================
+# A pre-norm transformer on T tokens. There is no batch dimension: doc_ids separate the documents. Matrices
+# are stored as (outputs, inputs), except the MLP's first one. ops holds the operations of the section above,
+# or their fast forms. acts maps the names of LayerSpec to the activations that later layers read. Scalars of
+# a layer are rows of layer_scalars(). Their values s[name] are learned (n,), or computed per token (T, n).
+# To add a scalar, add a field of LayerSpec, a row there, and its use in Block or Attention.
+
+class GPT(nn.Module):
+    """The language model, initialized on the CPU, so that a seed gives equal weights on every device."""
+
+    def __init__(self, cfg, segments: list[range] | None = None, ngram_table=None):
+        """segments: layers of each graph. None: one. ngram_table: zeros for local rows. None: all rows."""
+        super().__init__()
+        self.cfg = cfg
+        self.segments = segments or [range(cfg.num_layers)]
+        # wait_for(i) waits for the new values of segment i's parameters. An untied head is the last one
+        self.wait_for = lambda segment: None
+        storage = getattr(torch, cfg.embed_dtype)
+        shape = (cfg.padded_vocab_size, cfg.model_dim)
+        used_tables = {spec.value_embed for spec in cfg.layers} - {None}
+        self.embed = parameter(normal(shape, cfg.embed_std[0]).to(storage), "embed")  # (V, D)
+        self.value_embeds = nn.ParameterDict({
+            str(i): parameter(normal(shape, cfg.embed_std[1]).to(storage), "value_embed", is_table=True)
+            for i in sorted(used_tables)})
+        self.all_scalars = [s for layer in range(cfg.num_layers) for s in layer_scalars(cfg, layer)]
+        self.blocks = nn.ModuleList(Block(cfg, i, self.all_scalars) for i in range(cfg.num_layers))
+        self.reads = [{*block.embeddings, *block.spec.inputs()} for block in self.blocks]  # acts
+
+        # Learned scalars of all layers, with source (group, None): one parameter per group
+        self.scalars = nn.ParameterDict()
+        for group in cfg.groups:
+            init = [value for s in self.all_scalars if s.source == (group, None) for value in s.init]
+            if init:
+                self.scalars[group] = parameter(torch.tensor(init), group)
+        self.gates_scale = None  # learned output scale of the gates of all layers. MUDD's is constant
+        if any(block.gates is not None for block in self.blocks):
+            self.gates_scale = parameter(torch.tensor([TokenGates.SCALE]), "gate", lr_mul=0.1, wd_mul=0.0)
+
+        self.head = Head(cfg)
+        self.is_tied = cfg.tie_head  # until Optimizer.untie()
+        if self.is_tied:
+            self.head.weight.data.copy_(self.embed.data)
+        self.ngram = None
+        if cfg.ngram_rows:
+            if ngram_table is None:
+                ngram_table = torch.zeros(cfg.ngram_rows, cfg.model_dim, dtype=storage)
+            self.ngram = parameter(ngram_table, "ngram", is_table=True)
+            if not ngram_table.is_meta:  # integers on meta tensors import the compiler
+                signs = make_ngram_signs(NUM_SIGN_ROWS, cfg.model_dim)
+                self.register_buffer("ngram_signs", signs.to(storage), persistent=False)
+
+    def forward(self, batch, step_inputs, ops, loss_weights=None):
+        """T tokens -> loss summed over them, float32. loss_weights (n,) of the targets: next token, token
+        after the next, ..., prefix of the next token. None: only the next token, among all classes."""
+        x = self.run_layers(batch, step_inputs, ops)
+        self.wait_for(len(self.segments))
+        return self.head(x, batch.targets, step_inputs, loss_weights, batch.classes, ops)
+
+    def run_layers(self, batch, step_inputs, ops):
+        """T tokens -> final normalized activations (T, D). These look-ups are not compiled, because
+        Inductor would add the gradients of a row atomically, in a float32 copy of the table (record 32)."""
+        self.wait_for(0)  # the embedding. The loop below repeats it
+        table = self.head.weight if self.is_tied else self.embed
+        x = F.embedding(batch.inputs, table).to(ops.dtype)  # (T, D)
+        acts, scalars, ngrams = {}, {}, None
+        if self.ngram is not None:  # hashed n-gram embedding with signs (2026-01-19, 2026-05-20, record 92)
+            order, is_start = self.cfg.ngram_order, step_inputs.is_sequence_start
+            rows = None
+            signs = batch.sign_rows
+            if batch.ngram_plan is None:
+                rows = torch.cat(hash_ngrams(batch.inputs, is_start, self.cfg.ngram_rows, order))
+                signs = torch.stack(hash_signs(batch.inputs, is_start, order))
+            ngrams = start_reading(self.ngram, rows, batch.ngram_plan)  # first, since needed first
+        reads = {f"ve{i}": start_reading(table, batch.inputs, batch.token_plan)
+                 for i, table in self.value_embeds.items()}
+        if ngrams is not None:
+            acts["ngram"] = self.sum_ngrams(ngrams(), signs, ops.dtype)  # (T, D)
+        for segment, layers in enumerate(self.segments):
+            self.wait_for(segment)
+            for name in sorted(reads.keys() & set().union(*self.reads[layers.start : layers.stop])):
+                acts[name] = reads.pop(name)().to(ops.dtype)  # (T, D)
+            x, acts, scalars = self.run_segment(layers, x, acts, scalars, batch.doc_ids, step_inputs, ops)
+        return x
+
+    def sum_ngrams(self, rows, sign_rows, dtype):
+        """Rows (n * T, D) of n kinds of n-grams times their signs, by sign_rows (n, T) -> sum (T, D)."""
+        signs = F.embedding(sign_rows, self.ngram_signs).to(dtype)  # (n, T, D)
+        return sum(rows.to(dtype).view_as(signs) * signs)  # Python's sum over n: faster than Tensor.sum()
+
+    def run_segment(self, layers: range, x, acts, scalars, doc_ids, step_inputs, ops):
+        """Run consecutive layers. Returns x, and the acts (T, D) and scalars per token for later layers."""
+        acts = dict(acts)
+        scalars = dict(scalars)
+        learned = {}  # sliced in each graph, else each slice is an input
+        for group, param in self.scalars.items():
+            sliced = [s for s in self.all_scalars if s.source == (group, None)]
+            learned |= split_scalars(sliced, param.to(ops.dtype))
+
+        # Embedding: smear (2025-09-18), then norm
+        if layers.start == 0:
+            smear_gate = self.blocks[0].smear_gate
+            if smear_gate is not None:
+                gate = torch.sigmoid(x[:, : len(smear_gate)] @ smear_gate.type_as(x)[:, None])  # (T, 1)
+                previous = x.roll(1, 0).masked_fill(step_inputs.is_sequence_start[:, None], 0)
+                x = add_scaled(x, learned[0, "smear"] * gate, previous)
+            x = acts["x0"] = ops.rms_norm(x)
+
+        masks = {}  # one for each (attention, paired) in this segment
+        for layer in layers:
+            block = self.blocks[layer]
+            spec = block.spec
+            if block.gates is not None:
+                scalars |= block.gates(x, self.gates_scale)
+            if block.mudd is not None:
+                scalars |= block.mudd(x, TokenGates.SCALE)
+            s = {name: values for (number, name), values in (learned | scalars).items() if number == layer}
+            if "ngram_in" in s:  # as published, layer 0's gates do not see its n-grams
+                x = add_scaled(x, s["ngram_in"], acts["ngram"])
+            if layer == 0:
+                acts["x_in"] = x
+            kind = (spec.attention, spec.paired)
+            if spec.attention != "none" and kind not in masks:
+                window = step_inputs.windows[int(spec.attention == "short")]
+                masks[kind] = ops.make_mask(doc_ids.repeat_interleave(1 + spec.paired), window)
+            x = block(x, acts, s, masks.get(kind), step_inputs, ops)
+            acts[f"h{layer}"] = x
+        if layers.stop == len(self.blocks):
+            x = ops.rms_norm(x)
+        read_later = set().union(*self.reads[layers.stop :])
+        acts = {name: act for name, act in acts.items() if name in read_later}
+        return x, acts, {key: values for key, values in scalars.items() if key[0] >= layers.stop}
+
+
+class Block(nn.Module):
+    def __init__(self, cfg, layer: int, scalars: list[Scalar]):
+        super().__init__()
+        self.spec = cfg.layers[layer]
+        self.x0_mix = cfg.x0_mix
+        names = {s.name for s in scalars if s.layer == layer}
+        self.embeddings = [name for name in ("ngram", "x0", "x_in") if name in names]  # added to x
+        self.attention = self.attn_gain_in = self.attn_gain_out = None
+        self.mlp = self.mlp_gain_in = self.mlp_gain_out = self.second_mlp = None
+        if self.spec.attention != "none":
+            self.attention = Attention(cfg, self.spec)
+            self.attn_gain_in, self.attn_gain_out = make_gains(cfg)
+        if self.spec.mlp:
+            self.mlp = MLP(cfg)
+            self.mlp_gain_in, self.mlp_gain_out = make_gains(cfg)
+        if self.spec.second_mlp:
+            self.second_mlp = MLP(cfg)
+
+        # Per-token scalars: gates (also for later layers) and mudd run before the layer, mudd_out at its end
+        self.gates = self.mudd = self.mudd_out = None
+        for name, lr_mul in (("gates", 0.1), ("mudd", 0.25), ("mudd_out", 0.25)):
+            outputs = [s for s in scalars if s.source == (name, layer)]
+            if outputs:
+                num_groups = cfg.mudd_groups if name == "mudd_out" else 1
+                setattr(self, name, TokenGates(cfg, outputs, lr_mul, num_groups))
+        self.smear_gate = None
+        if layer == 0 and cfg.smear:
+            weight = torch.zeros(min(12, cfg.model_dim), dtype=getattr(torch, cfg.embed_dtype))
+            self.smear_gate = parameter(weight, "gate", lr_mul=0.01, wd_mul=0.0)
+
+    def forward(self, x, acts, s, mask, step_inputs, ops):
+        """x (T, D) -> (T, D). s: this layer's scalars, (n,) or (T, n)."""
+        spec = self.spec
+        acts = dict(acts)
+
+        # U-Net skip (record 11)
+        if spec.skip_from is not None:
+            skip = torch.sigmoid(s["skip"])
+            if "skip_gate" in s:
+                skip = skip * s["skip_gate"]
+            x = add_scaled(x, skip, acts[f"h{spec.skip_from}"])
+
+        # x0 (record 32) and n-gram embedding enter before attention ...
+        if self.x0_mix != "after_attention":
+            x = add_embeddings(scale(x, s.get("resid")), acts, s, self.embeddings)
+
+        # Dense connections (MUDD, 2026-04-22): earlier activations, and x as it is here, enter values and x
+        mudd_v = None
+        if spec.mudd_in:
+            sources = [*(acts[name] for name in spec.mudd_in), x]
+            if self.attention is not None:
+                mudd_v = sum(source * weight for source, weight in zip(sources, s["mudd_v"].split(1, dim=1)))
+            for source, weight in zip(sources, s["mudd_x"].split(1, dim=1)):
+                x = add_scaled(x, weight, source)
+
+        # Attention. Sublayers read x before its residual scale
+        source = x if spec.attention_from is None else acts[f"h{spec.attention_from}"]
+        x = scale(x, s.get("resid_attn"))
+        if self.attention is not None:
+            acts["attn_in"] = scale(ops.rms_norm(source), self.attn_gain_in)
+            output = self.attention(acts["attn_in"], mudd_v, acts, s, mask, step_inputs, ops)
+            x = add_scaled(x, s.get("attn_out"), scale(output, self.attn_gain_out))
+        # ... or after attention (2026)
+        if self.x0_mix == "after_attention":
+            x = add_embeddings(x, acts, s, self.embeddings)
+
+        # MLP
+        source, x = x, scale(x, s.get("resid_mlp"))
+        if self.mlp is not None:
+            acts["mlp_in"] = scale(ops.rms_norm(source), self.mlp_gain_in)
+            output = self.mlp(acts["mlp_in"], s.get("down_out"), ops)
+            if self.second_mlp is not None:
+                output = output + self.second_mlp(acts["mlp_in"], s.get("down_out"), ops)
+            x = add_scaled(x, s.get("mlp_out"), scale(output, self.mlp_gain_out))
+
+        # Dense connections into the output, with weights (T, 1) or, for G groups of channels, (T, 1, G)
+        if self.mudd_out is not None:
+            (weights,) = self.mudd_out(x, TokenGates.SCALE).values()
+            for name, weight in zip(spec.mudd_out, weights.split(1, dim=1)):
+                if weight.dim() == 3:
+                    weight = weight[:, 0].repeat_interleave(x.size(1) // weight.size(2), dim=1)  # (T, D)
+                x = add_scaled(x, weight, acts[name])
+        return x
+
+
+class Attention(nn.Module):
+    """Multi-head attention with QK-norm, RoPE, value embeddings, and the mechanisms of its LayerSpec."""
+
+    def __init__(self, cfg, spec):
+        super().__init__()
+        self.spec = spec
+        D, H, K, L = cfg.model_dim, cfg.num_heads, cfg.qk_dim(spec), spec.v_dim or cfg.head_dim
+        self.heads = Heads(H, K, L, 1 + spec.paired, spec.key_offset, cfg.qk_norm)
+        storage, gate_storage = getattr(torch, cfg.matrix_dtype), getattr(torch, cfg.embed_dtype)
+        std = cfg.init_std * D**-0.5
+        qk = uniform((H * K, D), std, std).to(storage)
+        if cfg.equal_qk_init:  # with key_offset an induction head from step 0
+            qk[1] = qk[0]
+        group_rows = (cfg.qk_group_heads or H) * K
+        self.qk = parameter(qk.view(-1, group_rows, D), "matrix", kind="qk")  # (2H / group, group * K, D)
+        # If HL < D, both train as if padded to (D, D). by_row does this for v, and lr_mul for proj
+        v = uniform((H * L, D), std)[0].to(storage)
+        proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5)[0].to(storage)
+        self.v = parameter(v, "matrix", kind="vo", by_row=H * L < D)  # (HL, D)
+        self.proj = parameter(proj, "matrix", lr_mul=(H * L / D) ** 0.5, kind="vo")  # (D, HL)
+        self.attention_gate_weight = self.ve_gate_weight = None
+        if cfg.attention_gate_dim:  # starts at zero, so a norm-preserving rule could not train it in matrix
+            group = "scalar" if RULES[cfg.groups["matrix"].rule].keeps_norm else "matrix"
+            self.attention_gate_weight = parameter(
+                torch.zeros(H, cfg.attention_gate_dim, dtype=gate_storage), group)
+        if cfg.value_gate_dim and spec.value_embed is not None and not spec.mudd_in:
+            self.ve_gate_weight = parameter(torch.zeros(H, cfg.value_gate_dim, dtype=gate_storage), "gate")
+
+    def forward(self, x, mudd_v, acts, s, mask, step_inputs, ops):
+        """x (T, D) normalized, mudd_v (T, D) dense connections into the values -> (T, D)."""
+        spec = self.spec
+        H, _, L, *_ = self.heads
+
+        # 1. Queries, keys and values in one matmul, QK-norm and RoPE
+        w_qkv = scale(torch.cat((self.qk.flatten(0, 1), self.v)).type_as(x), s.get("qkv_scale"))
+        rope = step_inputs.ropes[spec.attention, spec.paired]
+        q, k, v = ops.make_qkv(x, w_qkv, rope, self.heads, step_inputs, ops)  # (T, H, K), same, (T, H L)
+
+        # 2. Value embeddings (record 14) and dense connections
+        v = scale(v, s.get("v_scale")).unflatten(1, (H, L))  # (T, H, L)
+        if spec.value_embed is not None:
+            ve = acts[f"ve{spec.value_embed}"]  # (T, D)
+            if self.ve_gate_weight is not None:  # inputs: half from x, half from ve (2025-12-29, 2026-02-03)
+                half = self.ve_gate_weight.size(1) // 2
+                gate_inputs = torch.cat((x[:, :half], ve[:, :half]), dim=1)
+                gate = 2 * torch.sigmoid(linear(gate_inputs, self.ve_gate_weight))  # (T, H)
+            elif "ve_gate" in s:  # (T, 2): one scale for each half of the heads
+                gate = s["ve_gate"].repeat_interleave(-(-H // 2), dim=1)[:, :H]  # (T, H)
+            else:
+                gate = s["ve_scale"]  # (1,)
+            v = torch.addcmul(v, gate[..., None], ve.unflatten(1, (H, -1))[..., :L])
+        if mudd_v is not None:
+            v = v + mudd_v.unflatten(1, (H, -1))[..., :L]
+
+        # 3. Attention. In a paired layer RoPE and attention pair different heads, as published. RoPE pairs h
+        # and h + 1: even ones have the position 2t, odd ones 2t + 1. Attention joins heads h and h + H/2 as
+        # two positions of one head, so that they see each other's keys
+        if spec.paired:
+            pairs = (x.reshape(-1, H // 2, x.size(-1)) for x in (q, k, v))  # (2T, H/2, K or L)
+            y = ops.attention(*pairs, mask).reshape(v.shape)
+        else:
+            y = ops.attention(q, k, v, mask)  # (T, H, L)
+
+        # 4. Exclusive self attention (2026-04-29): subtract a part of the projection onto the token's value
+        if spec.xsa:
+            projection = (y * v).sum(-1) / (v * v).sum(-1).clamp(min=1e-8)  # (T, H)
+            y = y - (projection * s["xsa"].tanh())[..., None] * v
+
+        # 5. Head gates: from the first channels of x (record 28), and the scalars head_gate
+        if self.attention_gate_weight is not None:
+            gate_inputs = x[:, : self.attention_gate_weight.size(1)]
+            y = y * torch.sigmoid(linear(gate_inputs, self.attention_gate_weight))[..., None]
+        if spec.head_gate:
+            y = y * s["head_gate"][..., None]
+
+        # 6. Output projection. As published, it may have two learned scales
+        w_proj = scale(scale(self.proj.type_as(x), s.get("proj_scale")), s.get("proj_out"))
+        return linear(y.flatten(1), w_proj)  # (T, D)
+
+
+class MLP(nn.Module):
+    """Two matrices (D, F), stacked for the optimizer."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        dim, hidden = cfg.model_dim, cfg.mlp_hidden
+        fan_in = dim if cfg.has_output_gain else hidden  # with gains both start with one std, as in MuonH
+        matrices = uniform((dim, hidden), cfg.init_std * dim**-0.5, output_std(cfg, "mlp") * fan_in**-0.5)
+        self.up_down = parameter(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, F)
+                                 lr_mul=cfg.mlp_lr_mul, kind="up_down")
+        self.scales: tuple[Tensor, Tensor] | None = None  # of a fast form, see DelayedScales
+
+    def forward(self, x, down_out, ops):
+        """x (T, D) normalized -> (T, D)."""
+        up, down = self.up_down.type_as(x).unbind()
+        return ops.relu2_mlp(x, up, scale(down, down_out), self.scales)
+
+
+class TokenGates(nn.Module):
+    """Per-token scalars of layers, by a two-layer MLP. Source: MUDD, arXiv 2502.12170, 2026-04-22."""
+
+    SCALE, HIDDEN = 0.1, 64  # output scale (constant for MUDD, initial for gates), hidden channels
+
+    def __init__(self, cfg, outputs: list[Scalar], lr_mul: float, num_groups: int = 1):
+        """num_groups > 1: each scalar has a value for each of num_groups groups of channels (record 92)."""
+        super().__init__()
+        self.outputs = outputs
+        self.num_groups = num_groups
+        init = [value / self.SCALE for s in outputs for value in s.init]
+        hidden, dim, storage = self.HIDDEN, cfg.model_dim, getattr(torch, cfg.embed_dtype)
+        # parameter(values, group, lr_mul, wd_mul). As published, the decay has the square of lr_mul
+        self.fc = parameter(uniform((hidden, dim), (3 * dim) ** -0.5)[0].to(storage), "gate", lr_mul, lr_mul)
+        self.proj = parameter(torch.zeros(len(init), hidden, dtype=storage), "gate", lr_mul, lr_mul)
+        self.bias = parameter(torch.tensor(init).to(storage), "gate", lr_mul, 0.0)
+        self.group_proj = None
+        if num_groups > 1:
+            zeros = torch.zeros(len(init) * num_groups, hidden, dtype=storage)
+            self.group_proj = parameter(zeros, "gate", lr_mul, lr_mul)
+
+    def forward(self, x, output_scale: Tensor | float):
+        """x (T, D) -> {(layer, name): (T, n), or (T, n, num_groups)}."""
+        hidden = F.gelu(linear(x, self.fc))  # (T, hidden)
+        y = scale(linear(hidden, self.proj) + self.bias.type_as(x), output_scale)  # (T, sum of all n)
+        if self.group_proj is not None:
+            per_group = scale(linear(hidden, self.group_proj), output_scale)
+            y = y[..., None] + per_group.unflatten(1, (-1, self.num_groups))
+        return split_scalars(self.outputs, y)
+
+
+class Head(nn.Module):
+    """Logits and loss. Source: records 18 and 32."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.softcap = Softcap(*cfg.softcap)
+        self.weight = parameter(torch.zeros(  # (V, D)
+            cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
+        self.register_buffer("prefix_tokens", torch.full((cfg.padded_vocab_size,), -1), persistent=False)
+
+    def forward(self, x, targets, step_inputs, loss_weights, classes, ops):
+        """x (T, D), targets (T,) -> cross-entropy summed over tokens, float32. See GPT.forward()."""
+        if loss_weights is None:
+            return val_loss(x, self.weight, targets, self.softcap)
+
+        # Targets: the next token, later ones of the sequence (2025-12-22), a prefix (2026-07-13). -1: none
+        columns = [targets]
+        is_last = step_inputs.is_sequence_start.roll(-1)
+        for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
+            columns.append(columns[-1].roll(-1).masked_fill(is_last, -1))
+        if step_inputs.has_prefix_target:
+            columns.append(self.prefix_tokens[targets])  # a target of -1 (FormCheck) reads the last row
+        targets = torch.stack(columns, dim=1)  # (T, n)
+        if classes is None:
+            return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
+
+        # Sampled softmax over a sequence's classes, uncorrected (record 92). Other prefixes are ignored
+        losses = []
+        weights = F.embedding(classes, self.weight)  # (sequences, C, D)
+        n = len(classes)
+        for part, wanted, rows, weight in zip(x.chunk(n), targets.chunk(n), classes, weights):
+            places = torch.full_like(self.prefix_tokens, -1)  # (V,) place of each class among the C logits
+            places = places.scatter(0, rows, torch.arange(len(rows), device=rows.device))
+            wanted = places[wanted.clamp(min=0)].masked_fill(wanted < 0, -1)
+            losses.append(ops.head_loss(part, weight, wanted, loss_weights, self.softcap))
+        return torch.stack(losses).sum()
+
+    def compute_logits(self, x):
+        return self.softcap(linear(x, self.weight))
+
+
+class Scalar(typing.NamedTuple):
+    """A multiplier in a layer: its initial values, and its source. The source is (group, None) for learned
+    scalars, or (kind, layer) for token gates: gates, mudd or mudd_out."""
+
+    layer: int
+    name: str
+    source: tuple[str, int | None]
+    init: tuple[float, ...]
+
+
+def split_scalars(scalars: list[Scalar], values):
+    """Divide values (n,), (T, n) or (T, n, groups) of all scalars. Returns {(layer, name): values}."""
+    parts = values.split([len(scalar.init) for scalar in scalars], dim=min(1, values.dim() - 1))
+    return {(scalar.layer, scalar.name): part for scalar, part in zip(scalars, parts)}
+
+
+# Scalars of a layer, by where they act. (T, n) with a source per token, else (n,)
+#   x0, ngram, ngram_in, x_in    weights of the embeddings that are added to the residual stream
+#   smear                        weight of the previous token's embedding, times a gate
+#   skip, skip_gate              logit of the U-Net skip's weight, and a factor
+#   resid                        scale of the residual stream, in record 32
+#   resid_attn, resid_mlp        scales of the residual stream past attention and MLP, in record 92
+#   v_scale, qkv_scale           scale of the values, or of the matrix of queries, keys and values
+#   ve_scale, ve_gate            weight of the value embedding, or one for each half of the heads
+#   xsa, head_gate               for each head: part that exclusive self attention subtracts, output's scale
+#   proj_scale, proj_out         learned scales of attention's output matrix
+#   down_out                     learned scale of the MLP's output matrix
+#   attn_out, mlp_out            scales of the outputs per token, in place of proj_out and down_out
+#   mudd_v, mudd_x, mudd_out     weights of dense connections into values, input and output
+
+
+def layer_scalars(cfg, layer: int):
+    """The multipliers of a layer. Sources: records 9, 15 and 32, and records of 2026."""
+    spec = cfg.layers[layer]
+    scalars = []
+    has_attention = spec.attention != "none"
+    has_mudd = bool(spec.mudd_in)
+    is_after = cfg.x0_mix == "after_attention"
+
+    # Sources: for_embeddings of x0 and n-grams, for_gates of heads and skips, for_outputs of sublayers
+    scalar, mudd = ("scalar", None), ("mudd", layer)
+    for_gates = ("mix", None) if spec.gates_from is None else ("gates", spec.gates_from)
+    for_stream = mudd if has_mudd else ("residual", None)
+    for_outputs = mudd if has_mudd else ("mix", None)
+    for_embeddings = scalar
+    if is_after:
+        for_embeddings = mudd if has_mudd else for_gates
+
+    def add(name: str, source: tuple[str, int | None], *init: float):
+        scalars.append(Scalar(layer, name, source, init))
+
+    # Embeddings that enter the residual stream, before attention or after it
+    if cfg.x0_mix == "before":  # record 32's scale of the residual stream is in group scalar
+        add("resid", scalar, 1.0)
+    if spec.x0 and cfg.x0_mix != "off":
+        # As published, a layer with MUDD adds x_in instead, in frontier a second time (see mudd_in)
+        add("x_in" if has_mudd and is_after else "x0", for_embeddings, 0.0)
+    if spec.ngram and cfg.ngram_rows:
+        add("ngram_in" if is_after and layer == 0 else "ngram", for_embeddings, 0.05)
+
+    # U-Net skip: the logit of its weight, and with gates_from a factor per token
+    if spec.skip_from is not None:
+        add("skip", scalar, -1.5)
+        if spec.gates_from is not None:
+            add("skip_gate", for_gates, 0.5)
+
+    # Values and value embeddings
+    if has_attention:
+        # As published: record 32 scales the values, record 92 the matrix of queries, keys and values
+        add("qkv_scale" if cfg.residual_init else "v_scale", scalar, 0.5)
+        if spec.value_embed is not None and has_mudd:
+            add("ve_gate", mudd, 2.0, 2.0)
+        elif spec.value_embed is not None and not cfg.value_gate_dim:
+            add("ve_scale", scalar, 0.5)
+
+    # Residual stream and outputs of the sublayers. A learned scale of an output multiplies its matrix. As
+    # published, the projection has two: proj_scale in group scalar, and proj_out
+    if cfg.residual_init:
+        if has_attention:
+            add("proj_scale", scalar, 1.0)
+            add("attn_out" if has_mudd else "proj_out", for_outputs, 1.0)
+        if has_attention or spec.x0 or spec.ngram:  # else resid_mlp scales the same x
+            add("resid_attn", for_stream, cfg.residual_init)
+        add("resid_mlp", for_stream, cfg.residual_init)
+        if spec.mlp:
+            add("mlp_out" if has_mudd else "down_out", for_outputs, 1.0)
+
+    # Per-head scalars
+    if has_attention and spec.xsa:
+        add("xsa", for_gates, *[0.0] * cfg.num_heads)
+    if has_attention and spec.head_gate:
+        add("head_gate", for_gates, *[0.25] * cfg.num_heads)
+
+    if layer == 0 and cfg.smear:
+        add("smear", scalar, 0.0)
+
+    # Dense connections
+    num_sources = 1 + len(spec.mudd_in)
+    if has_attention and has_mudd:
+        add("mudd_v", mudd, *[0.0] * num_sources)
+    if has_mudd:
+        add("mudd_x", mudd, *[0.0] * num_sources)
+    if spec.mudd_out:  # as published, attention's source starts at -0.5
+        add("mudd_out", ("mudd_out", layer), *(
+            -0.5 if name == f"h{spec.attention_from}" else 0.0 for name in spec.mudd_out))
+    return scalars
+
+
+def make_gains(cfg):
+    """Gains (D,) of a sublayer's normalized input and of its output, if it has them."""
+    gain_in = gain_out = None
+    if "norm" in cfg.gains:
+        gain_in = parameter(torch.ones(cfg.model_dim), "gain")
+    if cfg.has_output_gain:
+        gain_out = parameter(torch.zeros(cfg.model_dim), "gain")
+    return gain_in, gain_out
+
+
+def parameter(data, *spec, **options):
+    param = nn.Parameter(data)
+    param.spec = ParamSpec(*spec, **options)
+    return param
+
+
+class ParamSpec(typing.NamedTuple):
+    group: str
+    lr_mul: float | tuple[float, ...] = 1.0  # or one value per stacked matrix
+    wd_mul: float = 1.0
+    kind: str = ""  # of a matrix. With --averages each kind has its own average
+    is_table: bool = False  # a value or n-gram embedding, see TABLES
+    by_row: bool = False  # a wide matrix with one second moment per row
+
+
+def normal(shape: tuple[int, ...], std: float):
+    x = torch.empty(shape)
+    if not x.is_meta:  # random numbers on meta tensors import the compiler
+        x.normal_(0.0, std)
+    return x
+
+
+def uniform(shape: tuple[int, ...], *stds: float):
+    """Uniform matrices (M, *shape) with these standard deviations. Source: record 19."""
+    x = torch.zeros(len(stds), *shape)
+    for matrix, std in zip(x, stds):
+        if std and not x.is_meta:
+            matrix.uniform_(-(3**0.5) * std, 3**0.5 * std)
+    return x
+
+
+def output_std(cfg, part: str):
+    """init_std of the output projection of attention or mlp."""
+    return 0.0 if cfg.zero_init in ("on", part) and not cfg.has_output_gain else cfg.init_std
+
+# ==== UPDATE RULES =========================================================================================
+# A rule computes the new weights of a shard from the gradient, and updates the state in place. It sees local
+# tensors only. To add a rule, write a function and a row of RULES, and --matrix_rule knows it. Its state is
+# sharded, and saved in checkpoints. Other groups than matrix use adamw, and ngram also row_adam.
+
+class UpdateArgs(typing.NamedTuple):
+    """Hyperparameters of an update. Those that vary are tensors, else each value would be compiled."""
+
+    lr: Tensor  # (). Rule.update() multiplies it by lr_mul
+    weight_decay: Tensor  # (). Rule.update() multiplies it by wd_mul and the new lr
+    momentum: Tensor  # ()
+    grad_scale: Tensor  # (), rescales the gradient from tokens_per_step to GRAD_TOKENS tokens
+    bias_correction1: Tensor  # (), 1 - beta1^t
+    bias_correction2: Tensor  # (), 1 - beta2^t
+    betas: tuple[Tensor | float, Tensor | float]  # () each
+    eps: float
+    decay_time: Tensor | None = None  # (), sum of -log(beta2) over all updates so far, of row_adam
+    has_slow_momentum: Tensor | None = None  # () 1 once anvil's slow momentum acts, before that 0
+    lr_mul: Tensor | float = 1.0  # broadcasts against the weight
+    wd_mul: Tensor | float = 1.0
+    dtype: torch.dtype = torch.float32  # of the orthogonalization
+    polynomial: str = "newton_schulz"
+    cautious: bool = False  # decay only where the update, or ANVIL's momentum, shrinks the weight
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule: its function, and the state that it needs."""
+
+    function: Callable  # (weight in float32, grad, state, args) -> new weight. Must apply grad_scale
+    moments: tuple[str, ...]  # names of state tensors with the parameter's shape, initially zero
+    whole_matrix: bool = False  # whether the rule needs whole matrices. Else elements, or rows of a table
+    row_variance: bool = False  # state "second_momentum": one value per row, or per column (see init_state)
+    row_state: tuple[str, ...] = ()  # names of state tensors with one value per row, for tables only
+    keeps_norm: bool = False  # each matrix keeps its initial norm, which is the state "radius"
+
+    def init_state(self, param, fp32_state: bool = False, by_row: bool = False):
+        """State of parameters (M, ...). fp32_state: float32 moments, and low_bits of bfloat16 matrices."""
+        dtype = at_least_fp32(param) if fp32_state else param.dtype
+        state = {name: torch.zeros_like(param, dtype=dtype) for name in self.moments}
+        if fp32_state and self.whole_matrix and param.dtype == torch.bfloat16:
+            state["low_bits"] = torch.zeros_like(param, dtype=torch.int16)
+        if self.row_variance:
+            rows, columns = param.shape[-2:]
+            shape = (len(param), rows, 1) if rows >= columns or by_row else (len(param), 1, columns)
+            state["second_momentum"] = param.new_zeros(shape, dtype=at_least_fp32(param))
+        for name in self.row_state:
+            state[name] = param.new_zeros(len(param), 1, dtype=at_least_fp32(param))
+        if self.keeps_norm:
+            state["radius"] = matrix_norm(param)
+        return state
+
+    def update(self, param, grad, state, args):
+        """Update param (M, ...) and its state in place, in float32."""
+        lr = args.lr_mul * args.lr
+        args = args._replace(lr=lr, weight_decay=lr * args.wd_mul * args.weight_decay)
+        if "low_bits" not in state:
+            param.copy_(self.function(param.to(at_least_fp32(param)), grad, state, args))
+            return
+        # A bfloat16 parameter is the upper half of its float32 value. The lower half is state (2026-01-04).
+        wide = join_bits(param, state["low_bits"])
+        bits = self.function(wide, grad, state, args).view(torch.int32)
+        param.view(torch.int16).copy_(bits >> 16)
+        state["low_bits"].copy_(bits)
+
+
+def join_bits(param, low_bits):
+    """float32 values from their upper halves (bfloat16) and lower halves (int16)."""
+    return (param.view(torch.int16).int() << 16 | low_bits.int() & 0xFFFF).view(torch.float32)
+
+
+def muon(weight, grad, state, args):
+    """Muon (2024-10): orthogonalized Nesterov momentum. lr: spectral norm of a square matrix's update. Tall
+    matrices move sqrt(rows / columns) times as far (record 4). NorMuon (2025-10-24) also calls
+    normalize_rows(). MuonH and NorMuonH move on a sphere, see sphere_step()."""
+    # Nesterov momentum
+    momentum = state["momentum"]
+    beta = args.momentum.to(momentum.dtype)
+    grad = (grad * args.grad_scale).to(momentum.dtype)
+    momentum.lerp_(grad, 1 - beta)
+    update = grad.lerp(momentum, beta)
+
+    update = orthogonalize(update, args.polynomial, args.dtype)
+    if "second_momentum" in state:
+        update = normalize_rows(update, state, args)
+    if "radius" in state:
+        return sphere_step(weight, update, state, args)
+    rows, columns = update.shape[-2:]
+    decay = args.weight_decay
+    if args.cautious:
+        decay = decay * (update * weight >= 0)
+    return weight * (1 - decay) - update * (args.lr * max(1, rows / columns) ** 0.5)
+
+
+def anvil(weight, grad, state, args):
+    """ANVIL (record 92): NorMuon with a fast and a slow momentum. A cautious decay follows the slow one.
+    Before slow_momentum_start this is Nesterov momentum. Meant for orthogonalize=six_maps."""
+    is_late = args.has_slow_momentum > 0
+    fast_beta = torch.where(is_late, FAST_BETA, args.momentum)
+    fast_weight = torch.where(is_late, FAST_WEIGHT, torch.ones_like(args.momentum))
+    fast, slow = state["momentum"], state["slow_momentum"]
+    rows, columns = weight.shape[-2:]
+    grad = (grad * args.grad_scale).to(fast.dtype)
+    fast.lerp_(grad, 1 - fast_beta.to(fast.dtype))
+    slow.lerp_(grad, SLOW_MOMENTUM_RATE)
+    mean = slow.lerp(fast, fast_weight.to(fast.dtype))
+    update = grad.lerp(mean, args.momentum.to(fast.dtype))
+    update = orthogonalize(update, args.polynomial, args.dtype)
+    update = normalize_rows(update, state, args)
+    decay = args.weight_decay
+    if args.cautious:
+        decay = decay * (slow * weight >= 0)
+    size = max(1, rows / columns) ** 0.5  # also of the decay
+    return weight * (1 - decay * size) - update * (args.lr * size)
+
+
+def adamw(weight, grad, state, args):
+    """AdamW, elementwise, in float32. eps is added before the bias correction, as in record 32."""
+    beta1, beta2 = args.betas
+    grad = grad.to(at_least_fp32(grad)) * args.grad_scale
+    exp_avg = state["exp_avg"].to(grad.dtype).lerp(grad, 1 - beta1)
+    exp_avg_sq = state["exp_avg_sq"].to(grad.dtype).lerp(grad.square(), 1 - beta2)
+    state["exp_avg"].copy_(exp_avg)
+    state["exp_avg_sq"].copy_(exp_avg_sq)
+    update = exp_avg / (exp_avg_sq.sqrt() + args.eps)
+    lr = args.lr * args.bias_correction2.sqrt() / args.bias_correction1
+    decay = args.weight_decay
+    if args.cautious:
+        decay = decay * (update * weight > 0)
+    return weight * (1 - decay) - update * lr
+
+
+def row_adam(weight, grad, state, args):
+    """Adam for the rows of a table (R, D), without a first moment. Each row has one second moment. A row
+    whose gradient is zero or not finite does not change. At its next gradient its second moment also decays
+    for the updates that it missed: state last_update is its last decay_time. Source: record 92."""
+    grad = grad.to(at_least_fp32(grad)) * args.grad_scale
+    mean_square = grad.square().mean(-1, keepdim=True)
+    has_grad = (mean_square > 0) & mean_square.isfinite()
+    exp_avg_sq = state["exp_avg_sq"] * torch.exp(state["last_update"] - args.decay_time)
+    exp_avg_sq = exp_avg_sq + mean_square * (1 - args.betas[1])
+    update = grad / (exp_avg_sq.sqrt() + args.eps)
+    lr = args.lr * args.bias_correction2.sqrt()
+    decay = args.weight_decay
+    if args.cautious:
+        decay = decay * (update * weight > 0)
+    state["exp_avg_sq"].copy_(torch.where(has_grad, exp_avg_sq, state["exp_avg_sq"]))
+    state["last_update"].copy_(torch.where(has_grad, args.decay_time, state["last_update"]))
+    return torch.where(has_grad, weight * (1 - decay) - update * lr, weight)
+
+
+RULES = {
+    "muon": Rule(muon, moments=("momentum",), whole_matrix=True),
+    "normuon": Rule(muon, moments=("momentum",), whole_matrix=True, row_variance=True),
+    "muonh": Rule(muon, moments=("momentum",), whole_matrix=True, keeps_norm=True),
+    "normuonh": Rule(muon, moments=("momentum",), whole_matrix=True, row_variance=True, keeps_norm=True),
+    "anvil": Rule(anvil, moments=("momentum", "slow_momentum"), whole_matrix=True, row_variance=True),
+    "adamw": Rule(adamw, moments=("exp_avg", "exp_avg_sq")),
+    "row_adam": Rule(row_adam, moments=(), row_state=("exp_avg_sq", "last_update")),
+}
+
+
+# a, b, c of each iteration X = a X + b (X X^T) X + c (X X^T)^2 X
+POLYNOMIALS = {
+    "newton_schulz": ((3.4445, -4.7750, 2.0315),) * 5,  # Muon: singular values become 0.7 to 1.2
+    "polar_express": (  # 2025-09-29, for inputs divided by 1.02 times their norm
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)),
+    # Record 92. A singular value above 0.9525 diverges, and the margin of 1.05 makes that of rank one 0.9524
+    "six_maps": (
+        (3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
+        (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
+        (2.245503932403, -2.443826979899, 0.963091710461),
+        (2.256537145403, -2.166840097229, 0.929501253245)),
+}
+MARGINS = {"polar_express": (1.02, 1e-6), "six_maps": (1.05, 1e-6)}  # factor of the norm, and an addend
+BF16_MARGIN = 1 + 2.0**-6  # of six_maps. bfloat16 rounds a norm by up to 2^-9, and each product likewise
+FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil. The rate acts in all steps
+
+
+def orthogonalize(x, polynomial: str, dtype):
+    """Move the singular values of each matrix of x (M, rows, columns) towards 1, in dtype. Iterates an odd
+    polynomial. Tall matrices are transposed first. Sources: Muon, record 11, Polar Express."""
+    is_tall = x.size(-2) > x.size(-1)
+    x = x.to(dtype)
+    if is_tall:
+        x = x.mT  # (M, short, long)
+    factor, addend = MARGINS.get(polynomial, (1.0, 1e-7))
+    if polynomial == "six_maps" and dtype == torch.bfloat16:
+        factor *= BF16_MARGIN
+    x = x / (matrix_norm(x) * factor + addend).to(x.dtype)
+    for a, b, c in POLYNOMIALS[polynomial]:
+        gram = x @ x.mT  # (M, short, short)
+        gram = torch.baddbmm(gram, gram, gram.mT, beta=b, alpha=c)  # b gram + c gram^2
+        x = torch.baddbmm(x, gram, x, beta=a)  # (M, short, long)
+    if is_tall:
+        x = x.mT
+    return x
+
+
+def normalize_rows(update, state, args):
+    """Divide rows, or columns (see init_state), by their running RMS, then restore the matrix norm."""
+    wide = update.to(at_least_fp32(update))  # (M, rows, columns)
+    second_momentum = state["second_momentum"]
+    mean_square = wide.square().mean(dim=-1 if second_momentum.size(-1) == 1 else -2, keepdim=True)
+    second_momentum.lerp_(mean_square, 1 - args.betas[1])
+    normalized = wide * second_momentum.clamp(min=1e-10).rsqrt()
+    return (normalized * (matrix_norm(wide) / matrix_norm(normalized).clamp(min=1e-10))).type_as(update)
+
+
+def sphere_step(weight, update, state, args):
+    """W <- R N(W - lr R N(update)). N(X) = X / |X|, and R is the initial norm of each matrix. An update
+    orthogonal to W rotates W by arctan(lr). Source: Hyperball, arXiv 2606.16899."""
+    radius = state["radius"]
+    update = update.to(at_least_fp32(update))
+    weight = weight - update * (args.lr * radius / matrix_norm(update).clamp(min=1e-10))
+    return weight * (radius / matrix_norm(weight).clamp(min=1e-10))
+
+
+def matrix_norm(x):
+    """Frobenius norm of each matrix of x (M, rows, columns), float32 (M, 1, 1)."""
+    return torch.linalg.matrix_norm(x, keepdim=True, dtype=at_least_fp32(x))
+
+# ==== OPTIMIZER ============================================================================================
+# A bucket is one tensor. Its views are parameters of one segment and group. Each rank updates a shard of
+# every bucket. A hook counts the gradients of a bucket, and the last one starts its reduce-scatter, while
+# backward goes on. After its update a bucket is gathered, and the next forward waits for it before its
+# segment. The buckets of TABLES send rows instead. Sources: records 23, 24, 32.
+
+LARGE_PARAMETER = 2**20  # elements. Larger elementwise parameters have a separate bucket
+ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to 64 bytes
+
+
+def plan_buckets(model, cfg):
+    """Divide the parameters into buckets of (name, parameter), last layers first, like backward. Those of a
+    bucket have one segment, group and dtype. Matrices have one shape, and with averages one kind."""
+    buckets: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in reversed(list(model.named_parameters())):
+        spec, key = param.spec, ()
+        if RULES[cfg.groups[spec.group].rule].whole_matrix:
+            key = cfg.averages and spec.kind, spec.by_row, param.shape[-2:]
+        elif param.numel() >= LARGE_PARAMETER or spec.is_table:
+            key = name
+        key = find_segment(name, model), spec.group, param.dtype, key
+        buckets.setdefault(key, []).append((name, param))
+    return list(buckets.values())
+
+
+def find_segment(name: str, model):
+    """Number of the segment that reads a parameter first. An untied head is the last one."""
+    if name == "head.weight":
+        return 0 if model.is_tied else len(model.segments)
+    words = name.split(".")
+    layer = int(words[1]) if words[0] == "blocks" else 0
+    return next(number for number, layers in enumerate(model.segments) if layer in layers)
+
+
+class Bucket:
+    """Parameters in one tensor, values (M, *unit). A unit is a matrix, or an element. This rank updates a
+    shard (M/N, *unit) with its state. Padding has zero gradient."""
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]], cfg, model, comm):
+        self.name, first = named[0]
+        self.params, self.comm = dict(named), comm
+        self.group_name = first.spec.group
+        self.kind = first.spec.kind or self.group_name
+        self.group = cfg.groups[self.group_name]
+        self.rule = RULES[self.group.rule]
+        self.segment = find_segment(self.name, model)
+        self.store(cfg)
+        self.state = self.rule.init_state(self.shard, cfg.state_dtype == "float32", first.spec.by_row)
+        self.lr_mul = self.make_multipliers("lr_mul")
+        self.wd_mul = self.make_multipliers("wd_mul")
+        self.num_pending = 0  # gradients that are missing in this step
+        self.reducing = self.gathering = None
+
+    def store(self, cfg):
+        """Parameters become views of values, with hooks. All ranks begin with the values of rank 0."""
+        first = self.params[self.name]
+        self.unit, align = (), ALIGNMENT
+        if self.rule.whole_matrix:
+            self.unit, align = first.shape[-2:], 1
+        self.slices: dict[str, slice] = {}
+        size = 0
+        for name, param in self.params.items():
+            self.slices[name] = slice(size, size + param.numel() // math.prod(self.unit))
+            size = -(-self.slices[name].stop // align) * align
+        align *= self.comm.world_size  # shards of all ranks have equal size
+        size = -(-size // align) * align
+        self.values = torch.zeros(size, *self.unit, dtype=first.dtype, device=first.device)
+        self.total = torch.zeros_like(self.values)  # backward adds gradients in place
+        for name, param in self.params.items():
+            values = self.values[self.slices[name]].view(param.shape)
+            values.copy_(param.data)
+            param.data = values
+            param.grad = self.total[self.slices[name]].view(param.shape)
+            if self.comm.world_size > 1:
+                param.register_post_accumulate_grad_hook(self.count_down)
+        self.comm.broadcast(self.values)
+        self.shard = self.comm.local_shard(self.values)
+        self.grad = self.comm.local_shard(self.total)
+
+    def make_multipliers(self, field: str):
+        """This rank's multipliers: (M/N, 1, 1) of matrices. Of elements (M/N,), or (1,) if all are equal."""
+        values = {name: getattr(param.spec, field) for name, param in self.params.items()}
+        like = dict(dtype=at_least_fp32(self.values), device=self.values.device)
+        distinct = {number for value in values.values() for number in np.atleast_1d(value).tolist()}
+        if len(self.unit) < 2 and len(distinct) == 1:
+            return torch.tensor([*distinct], **like)
+        multipliers = torch.ones(len(self.values), **like)
+        for name, value in values.items():  # value: one number, or one for each stacked matrix
+            value = torch.tensor(value, **like).view(-1, 1)
+            multipliers[self.slices[name]].view(len(value), -1).copy_(value)
+        return self.comm.local_shard(multipliers.view(-1, *[1] * len(self.unit)))
+
+    def read_shard(self):
+        if "low_bits" in self.state:
+            return join_bits(self.shard, self.state["low_bits"])
+        return self.shard.to(at_least_fp32(self.shard), copy=True)
+
+    def count_down(self, _param):
+        """The last gradient starts the reduce-scatter. A bucket that is not due counts from 0 down."""
+        self.num_pending -= 1
+        if self.num_pending == 0:
+            self.start_reduce()
+
+    def start_reduce(self):
+        if self.comm.world_size > 1:
+            self.reducing = self.comm.reduce_scatter(self.total)
+
+    def wait_for_gradient(self):
+        if self.reducing is not None:
+            self.reducing.wait()
+
+    def update(self):
+        """Update this rank's shard, and clear the gradients."""
+        self.run_rule()
+        self.clear()
+
+    def compute_update(self, update_rule: Callable):
+        """The change of this rank's values (float32) by the first update of a rule, and the new state, by
+        name. Copies are updated."""
+        new = self.shard.clone()
+        state = {key: tensor.clone() for key, tensor in self.state.items()}
+        for name in self.rule.moments:
+            state[name].zero_()
+        update_rule(new, self.grad, state, self.args)
+        if "low_bits" in state:
+            new = join_bits(new, state.pop("low_bits"))
+        return {"values": new - self.read_shard(), **state}
+
+    def run_rule(self):
+        self.update_rule(self.shard, self.grad, self.state, self.args)
+        return self.shard  # step_graphs need a result
+
+    def start_gather(self):
+        """Start to send the new values to all ranks."""
+        if self.comm.world_size > 1:
+            self.gathering = self.comm.all_gather(self.values, self.shard)
+
+    def finish(self):
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def clear(self):
+        self.reducing = None
+        self.total.zero_()
+
+    def sum_bits(self):
+        """Checksum () of the values, int64. Each rank's shard has its own weight."""
+        shards = self.values.flatten().view(torch.int16).view(self.comm.world_size, -1)
+        weights = torch.arange(1, self.comm.world_size + 1, device=shards.device)
+        return (shards.sum(1, dtype=torch.int64) * weights).sum()
+
+    def owned(self):
+        """Yield (name, this rank's first unit of the parameter, slice of the shard) for each parameter."""
+        start = self.comm.rank * len(self.shard)
+        for name, part in self.slices.items():
+            low, high = max(part.start, start), min(part.stop, start + len(self.shard))
+            if low < high:
+                yield name, low - part.start, slice(low - start, high - start)
+
+    def count_units(self, name: str):
+        return self.slices[name].stop - self.slices[name].start
+
+    def tensors(self):
+        """This rank's values, as "", and state by its key: (M/N, ...) each."""
+        return {"": self.shard, **self.state}
+
+
+class Average(typing.NamedTuple):
+    """A running average of parameters over the last part of the run. In the end they move towards it."""
+
+    kinds: tuple[str, ...]  # of the parameters
+    start: float  # fraction of the run before the first averaged step
+    every: int  # steps from one averaged step to the next
+    rate: float  # weight of a new value, times AVERAGES_STEPS / num_iterations
+    weight: float  # 1: the average replaces the parameter
+    num_last: int = 1  # final steps that are always averaged
+
+
+# Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. Embed
+# and head change in every second step: every step at `rate` equals the record's two steps at once.
+AVERAGES_STEPS = 1194
+AVERAGES = (
+    Average(("embed", "head"), 896 / 1194, 1, 2 / 299, 0.65),
+    Average(("vo", "up_down"), 945 / 1194, 4, 4 / 53, 1.0),
+    Average(("value_embed",), 947 / 1194, 4, 4 / 53, 1.0, num_last=0),
+    Average(("qk",), 897 / 1194, 4, 2 / 75, 0.55, num_last=2),
+    Average(("vo", "up_down"), 897 / 1194, 4, 2 / 75, 0.3493, num_last=2),
+)
+RESTORED_NORMS = "embed", "head", "qk", "vo", "up_down"  # kinds whose joint norm apply_averages() keeps
+
+
+def list_averages(buckets: list[Bucket]):
+    """Yield (key of its state, average, bucket) for each average and each of its buckets."""
+    for i, average in enumerate(AVERAGES):
+        for bucket in buckets:
+            if bucket.kind in average.kinds:
+                yield f"average{i}", average, bucket
+
+
+class Optimizer:
+    """All buckets of a model. Owns the storage of every parameter."""
+
+    def __init__(self, model, cfg, rt):
+        self.model, self.cfg, self.comm = model, cfg, rt.comm
+        self.step_count = 0  # finished steps. Comments count steps from 0, so after step k this is k + 1
+        self.buckets: list[Bucket] = []
+        for named in plan_buckets(model, cfg):
+            kind = Table if named[0][1].spec.is_table else Bucket
+            self.buckets.append(kind(named, cfg, model, rt.comm))
+        self.tables = [bucket for bucket in self.buckets if isinstance(bucket, Table)]
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
+        rules = {group.rule: rt.compile(RULES[group.rule].update) for group in cfg.groups.values()}
+        # Hyperparameters of all buckets: one copy to the device in each step. See compute_numbers()
+        self.numbers = torch.zeros(len(self.buckets), 10, dtype=at_least_fp32(self.buckets[0].values),
+                                   device=self.buckets[0].values.device)
+        for table in self.tables:
+            table.is_compiled = rt.use_compile
+            if rt.use_compile and rt.device.type == "cuda" and cfg.fast != ("off",):
+                table.sum_rows = launch_row_sums
+        for bucket, row in zip(self.buckets, self.numbers):
+            row = row.unbind()
+            bucket.update_rule = rules[bucket.group.rule]
+            bucket.args = UpdateArgs(
+                *row[:6], row[6:8], cfg.adam_eps, *row[8:], bucket.lr_mul, bucket.wd_mul, rt.dtype,
+                cfg.orthogonalize, cautious=cfg.decay == "cautious")
+
+        # The embedding is untied after the head's first update in step untie_step or later
+        self.untie_step = cfg.step_at(cfg.untie_frac)
+        self.late_step = cfg.step_at(cfg.late_start)
+        self.set_tied(model.is_tied)
+        if cfg.averages:
+            for key, _, bucket in list_averages(self.buckets):
+                bucket.state[key] = torch.zeros_like(bucket.shard, dtype=at_least_fp32(bucket.shard))
+        model.wait_for = self.wait_for
+
+    def set_tied(self, is_tied: bool):
+        """Tie or untie. If tied, the model reads head.weight in place of embed, and embed is not updated."""
+        embed, head = self.bucket_of["embed"], self.bucket_of["head.weight"]
+        self.model.is_tied = is_tied
+        head.segment = find_segment("head.weight", self.model)
+        self.updated = sorted((bucket for bucket in self.buckets if not (is_tied and bucket is embed)),
+                              key=lambda bucket: bucket.segment)  # forward reads the segments in this order
+
+    def untie(self):
+        """Copy the head and its optimizer state to the embedding, and untie them (2025-12-22)."""
+        head, embed = self.bucket_of["head.weight"], self.bucket_of["embed"]
+        head.finish()
+        embed.values.copy_(head.values)
+        for key, tensor in embed.state.items():
+            tensor.copy_(head.state[key])
+        self.set_tied(False)
+
+    def list_due(self):
+        """The buckets that are updated in this step. The other ones keep their gradients."""
+        return [bucket for bucket in self.updated if bucket.group.is_due(self.step_count, self.late_step)]
+
+    def start_step(self, num_micro_batches: int):
+        """Let the hooks of due buckets count down from the number of their gradients in this step."""
+        for bucket in self.buckets:  # a parameter without a gradient leaves a rest of an earlier step
+            bucket.num_pending = 0
+        for bucket in self.list_due():
+            bucket.num_pending = num_micro_batches * len(bucket.params)
+
+    def wait_for(self, segment: int):
+        for bucket in self.buckets:
+            if bucket.segment == segment:
+                bucket.finish()
+
+    @torch.no_grad()
+    def check_ranks(self):
+        """Wait for all new values. RunError on all ranks if one of them has other bits in parameters that
+        all have, or in rows that all read."""
+        self.finish()
+        if self.comm.world_size == 1:
+            return
+        checksum = torch.zeros((), dtype=torch.int64, device=self.numbers.device)
+        for bucket in self.buckets:
+            checksum = 31 * checksum + bucket.sum_bits()
+        checksums = self.comm.gather_objects(checksum.item())
+        for rank, found in enumerate(checksums):
+            if found != checksums[0]:
+                raise RunError(f"rank {rank} has other parameters than rank 0 after step {self.step_count}: "
+                               "a GPU or the network is at fault. --resume=PATH continues an earlier step")
+
+    @torch.no_grad()
+    def step(self, state):
+        """Update every due bucket. The next forward waits for the new values."""
+        due = self.list_due()
+        self.step_count += 1
+        # 1. Start the reduce-scatters that no hook has started
+        for bucket in due:
+            if bucket.reducing is None:
+                bucket.start_reduce()
+        self.set_numbers(state)
+        # 2. Last segment first, like its gradients: update this rank's shard, and send the new values
+        for bucket in reversed(due):
+            bucket.wait_for_gradient()
+            bucket.update()
+            bucket.start_gather()
+        if self.cfg.averages:
+            self.update_averages()
+        if self.model.is_tied and self.step_count > self.untie_step and self.bucket_of["head.weight"] in due:
+            self.untie()
+
+    def set_numbers(self, state):
+        """Set the hyperparameters in the UpdateArgs of all buckets."""
+        numbers = [self.compute_numbers(bucket, state) for bucket in self.buckets]
+        self.numbers.copy_(torch.tensor(numbers, dtype=self.numbers.dtype), non_blocking=True)
+
+    def compute_numbers(self, bucket, state):
+        """The first fields of a bucket's UpdateArgs, except eps. step_count has counted this step."""
+        group, name = bucket.group, bucket.group_name
+        num_updates = group.count_updates(self.step_count, self.late_step)
+        num_early = group.count_updates(min(self.step_count, self.late_step), self.late_step)
+        ratio = group.period(self.step_count - 1, self.late_step) / group.every  # 1, later e.g. 2
+        # A late update covers `ratio` early ones: betas to this power. The bias correction is then inexact,
+        # but about 1. exp(-decay_time), the product of beta2 over all updates so far, is exact
+        beta1, beta2 = (beta**ratio for beta in group.betas)
+        decay_time = -math.log(max(group.betas[1], 1e-30)) * (num_early + (num_updates - num_early) * ratio)
+        grad_scale = GRAD_TOKENS / self.cfg.tokens_per_step  # as published, not the stage's tokens
+        return (state.lr[name], state.weight_decay[name] * ratio, state.momentum, grad_scale,
+                1 - beta1**num_updates, 1 - beta2**num_updates, beta1, beta2, decay_time,
+                state.has_slow_momentum)
+
+    def finish(self):
+        """Wait for all new values. A tied embedding equals the head, for checkpoints and samples."""
+        for bucket in self.buckets:
+            bucket.finish()
+        if self.model.is_tied:
+            self.bucket_of["embed"].values.copy_(self.bucket_of["head.weight"].values)
+
+    def update_averages(self):
+        """Add the parameters after this step to their averages. Not of a tied embedding."""
+        step, num_steps = self.step_count, self.cfg.num_iterations  # step and first are counted from 1
+        for key, average, bucket in list_averages(self.updated):
+            first = min(num_steps, math.ceil(average.start * num_steps - 1e-6) + 1)
+            is_final = step > num_steps - average.num_last
+            is_averaged = is_final or (step - first) % average.every == 0
+            if step < first or not is_averaged:
+                continue
+            mean = bucket.state[key]
+            weight = torch.full_like(mean[:1], min(1.0, average.rate * AVERAGES_STEPS / num_steps))
+            has_values = mean.any()  # else this is the first one, which is copied
+            mean.lerp_(bucket.read_shard(), torch.where(has_values, weight, 1.0))
+
+    @torch.no_grad()
+    def apply_averages(self):
+        """After the last step: move parameters towards their averages, and restore the joint norms."""
+        self.finish()  # an all-gather of the last step reads the shards
+        if not self.cfg.averages:
+            return
+        new = {bucket: bucket.read_shard() for _, _, bucket in list_averages(self.updated)}
+
+        def measure():
+            device = self.buckets[0].shard.device
+            squares = torch.zeros(len(RESTORED_NORMS), dtype=torch.float64, device=device)
+            for bucket, values in new.items():
+                if bucket.kind in RESTORED_NORMS:
+                    squares[RESTORED_NORMS.index(bucket.kind)] += values.square().sum(dtype=torch.float64)
+            return self.comm.all_reduce(squares).sqrt()
+
+        before = measure()
+        for key, average, bucket in list_averages(self.updated):
+            new[bucket] += (bucket.state[key] - new[bucket]) * average.weight
+        factors = dict(zip(RESTORED_NORMS, before / measure().clamp(min=1e-30)))
+        for bucket, values in new.items():
+            values *= factors.get(bucket.kind, 1.0)
+            bucket.shard.copy_(values)
+            if "low_bits" in bucket.state:
+                bucket.state["low_bits"].zero_()
+            bucket.start_gather()
+        self.finish()
+
+    def has_no_pending_gradients(self):
+        """Whether the last step applied all gradients. Checkpoints do not include gradients."""
+        return all(bucket.group.is_due(self.step_count - 1, self.late_step) for bucket in self.updated)
+
+# ==== SCHEDULES ============================================================================================
+# Hyperparameters that change during training, as pure functions of the step (record 32). To add one, add a
+# field to StepState, compute it in Schedule.at(), and use it in compute_numbers() or Trainer.train_step().
+
+ROTARY_BASE = 1024  # 1 / the lowest RoPE frequency before YaRN
+
+
+class RopeSetting(typing.NamedTuple):
+    """RoPE of one kind of layers in one stage."""
+
+    frequencies: np.ndarray  # (K/2,) RoPE frequencies after YaRN, radians per position. 0: no rotation
+    softmax_scale: float
+
+
+class StepState(typing.NamedTuple):
+    stage_index: int  # of the stage whose windows and RoPE are used. After the last one: final validation
+    stage: Stage
+    windows: tuple[int, int]  # long, short
+    lr: dict[str, float]  # by parameter group
+    weight_decay: dict[str, float]  # by parameter group, before the multiplication by lr
+    momentum: float
+    has_slow_momentum: bool  # whether anvil's slow momentum acts
+    loss_weights: tuple[float, ...]  # of the targets, see Head.forward()
+    rope: dict[str, RopeSetting]  # by attention, long or short
+
+
+class Schedule:
+    def __init__(self, cfg):
+        self.cfg = cfg
+        self.stages = cfg.full_stages
+        self.num_iterations, self.scheduled_steps = cfg.num_iterations, cfg.scheduled_steps
+        self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
+
+        # As published, a stage ends at the first step where step / (scheduled_steps + 1) reaches the summed
+        # share. The last one ends at scheduled_steps + 1 (clipped below), with an extension one step earlier
+        durations = np.array([stage.duration for stage in self.stages])
+        if cfg.extension_steps:
+            durations = durations[:-1]
+        ends = np.ceil(np.cumsum(durations) * (self.scheduled_steps + 1) / durations.sum())
+        self.ends = ends.astype(int).tolist()
+        if cfg.extension_steps:
+            self.ends = [*self.ends[:-1], self.scheduled_steps, self.num_iterations]
+
+        # Windows and RoPE of each stage, and of the final validation
+        self.windows = [(stage.window_long, stage.window_short) for stage in self.stages]
+        self.windows.append(cfg.val_windows or self.windows[-1])
+        long_windows, short_windows = zip(*self.windows)
+        # Half of the channel pairs do not rotate (record 17), except in heads of short_qk_dim (record 92)
+        num_pairs = cfg.head_dim // 2
+        long = short = self._adapt_rope(num_pairs, num_pairs // 2, long_windows, cfg.attention_scale[0])
+        if cfg.short_qk_dim:
+            short = self._adapt_rope(cfg.short_qk_dim // 2, 0, short_windows, cfg.attention_scale[1])
+        self.ropes = [dict(long=x, short=y) for x, y in zip(long, short)]
+
+    def _adapt_rope(self, num_pairs: int, num_fixed: int, windows: Iterable[int], softmax_scale: float):
+        """RoPE setting for each entry of windows (YaRN, arXiv 2309.00071). num_fixed pairs do not rotate."""
+        exponents = np.concatenate((np.linspace(0, 1, num_pairs - num_fixed), np.full(num_fixed, np.inf)))
+        frequencies = (1 / ROTARY_BASE) ** exponents
+        old_window = None
+        settings = []
+        for window in windows:
+            window = min(window, self.cfg.yarn_max_window) or 1  # yarn_max_window=0: 1 in all stages
+            old_window = old_window or window
+            rotations = old_window * frequencies / (2 * math.pi)
+            keep = np.clip((rotations - 1) / (32 - 1), 0, 1)  # high frequencies do not change
+            frequencies = frequencies * (old_window / window + keep * (1 - old_window / window))
+            softmax_scale *= 0.2 * math.log(window / old_window) + 1
+            old_window = window
+            settings.append(RopeSetting(frequencies, softmax_scale))
+        return settings
+
+    def stage_ranges(self):
+        """List (stage, start, end) of all stages with steps. A stage has the steps start to end - 1."""
+        ranges = []
+        start = 0
+        for stage, end in zip(self.stages, self.ends):
+            end = min(end, self.num_iterations)
+            if start < end:
+                ranges.append((stage, start, end))
+            start = end
+        return ranges
+
+    def count_tokens(self):
+        return sum(stage.tokens_per_step * (end - start) for stage, start, end in self.stage_ranges())
+
+    def at(self, step: int):
+        """The scheduled values at a step. Step num_iterations is the final validation."""
+        cfg = self.cfg
+        index, fraction = self.find_stage(step)
+        stage = self.stages[index]
+        if step == self.num_iterations:
+            index += 1
+
+        # Learning rates and weight decay
+        lr, weight_decay = {}, {}
+        for name, group in cfg.groups.items():
+            lr_factor = self.compute_lr_factor(step, name)
+            decay_factor = 1.0
+            if cfg.decay_schedule == "lr":
+                decay_factor = lr_factor
+            elif cfg.decay_schedule == "cosine":
+                decay_factor = 0.5 + 0.5 * math.cos(math.pi * step / self.num_iterations)
+            lr[name] = group.lr * lr_factor
+            weight_decay[name] = group.weight_decay * decay_factor
+
+        # Muon momentum: linear warmup in the first steps, linear cooldown in the last
+        t = 1.0
+        if step < cfg.momentum_warmup_steps:
+            t = step / cfg.momentum_warmup_steps
+        if step > self.num_iterations - cfg.momentum_cooldown_steps:
+            t = min(t, (self.num_iterations - step) / cfg.momentum_cooldown_steps)
+        first, last = cfg.momentum
+        momentum = first + t * (last - first)
+        # Weights of the targets: linear in the fraction of the stage, or constant in its parts (prefix)
+        loss_weights = [first + (last - first) * fraction for first, last in stage.loss_weights]
+        if stage.prefix_weight:
+            num_parts = len(stage.prefix_weight)
+            loss_weights.append(stage.prefix_weight[min(int(fraction * num_parts), num_parts - 1)])
+        return StepState(index, stage, self.windows[index], lr, weight_decay, momentum,
+                         step >= self.slow_momentum_step, tuple(loss_weights), self.ropes[index])
+
+    def find_stage(self, step: int):
+        """Find the stage of a step. Returns (its index, fraction of the stage that is done)."""
+        index = min(int(np.searchsorted(self.ends, step, side="right")), len(self.ends) - 1)
+        start = [0, *self.ends][index]
+        end = min(self.ends[index], self.num_iterations)
+        return index, (step - start) / max(1, end - start)
+
+    def compute_lr_factor(self, step: int, group: str):
+        """Linear warmup to the stage's lr_factor, then linear cooldown to final_lr_frac."""
+        cfg = self.cfg
+        peak = self.stages[self.find_stage(step)[0]].lr_factor
+        cooldown_frac = cfg.cooldown_frac
+        if group == "matrix" and cfg.matrix_cooldown_frac >= 0:
+            cooldown_frac = cfg.matrix_cooldown_frac
+        warmup_steps = cfg.lr_warmup_frac * self.scheduled_steps
+        if step + 1 < warmup_steps:
+            return peak * (step + 1) / warmup_steps
+        remaining = max(0.0, 1 - step / self.scheduled_steps)  # fraction of the schedule
+        if cooldown_frac == 0 or remaining > cooldown_frac:
+            return peak
+        t = remaining / cooldown_frac  # from 1 to 0
+        return peak * t + cfg.final_lr_frac * (1 - t)
+
+
+def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
+    """Model inputs for num_tokens tokens in the stage of `state`. Positions restart every seq_len tokens."""
+    positions = torch.arange(num_tokens, device=device) % seq_len
+
+    ropes = {}
+    kinds = {(spec.attention, spec.paired) for spec in cfg.layers if spec.attention != "none"}
+    for kind, is_paired in sorted(kinds):
+        at = positions[:, None]  # (T, P), P = 2 for paired layers
+        if is_paired:
+            at = 2 * at + torch.arange(2, device=device)
+        frequencies, scale = state.rope[kind]
+        angles = at[..., None].double() * torch.tensor(frequencies, device=device)  # (T, P, K/2)
+        is_fixed = torch.tensor(frequencies == 0, device=device)
+        is_unrotated = torch.cat((is_fixed, is_fixed)) & (positions > 0)[:, None, None]
+        ropes[kind, is_paired] = Rope(
+            angles.cos().to(torch.float32), angles.sin().to(torch.float32),
+            torch.tensor(scale, dtype=torch.float32, device=device), int((frequencies > 0).sum()),
+            is_unrotated.to(torch.float32))
+    windows = torch.tensor(state.windows, dtype=torch.int32, device=device)
+    return StepInputs(windows, ropes, positions == 0, has_prefix_target=bool(state.stage.prefix_weight))
+
+# ==== DATA =================================================================================================
+# Shards become packed sequences, which become batches. A packed sequence has seq_len inputs and one more
+# token, the last target. They come from documents cut to max_doc_len, or from any place in the stream. A run
+# plans all sequences before its first step. Ranks and micro-batches divide this plan, so their number does
+# not change the loss. To change the packing, change plan_sequences(). Source: record 32.
+
+class Batch(typing.NamedTuple):
+    """Tokens of one forward pass (T,): int32 inputs, int64 targets, int32 doc_ids that never decrease."""
+
+    inputs: Tensor
+    targets: Tensor
+    doc_ids: Tensor
+    classes: Tensor | None = None  # (sequences, C) int64, classes in the loss of each sequence. None: all
+    token_plan: RowPlan | None = None  # of value embeddings. None: read whole tables
+    ngram_plan: RowPlan | None = None
+    sign_rows: Tensor | None = None  # (n, T) int32, signs of n-grams. With ngram_plan
+
+
+SWEEP_STEP = 20_011  # prime
+PREFETCHED = 4  # batches that are ready in advance, on a GPU
+
+
+class PackedSequence(typing.NamedTuple):
+    """Documents `first` to `last` of a shard, each cut to max_doc_len. Together cut to seq_len + 1 tokens.
+    With --sequence_start=anywhere, first and last are positions of tokens in the shard."""
+
+    shard: int
+    first: int
+    last: int
+    seq_len: int
+    max_doc_len: int
+
+
+def plan_sequences(schedule, shards: Iterator[tuple[int, Shard]], anywhere: bool):
+    """Yield the packed sequences of the whole run in order. Ends early if the shards run out. A sequence
+    takes the next documents, cut to max_doc_len, until they have seq_len + 1 tokens. The rest of its last
+    document is dropped. With anywhere, it begins with the last target of the previous sequence. The end of a
+    shard is dropped, too, if it is shorter than a sequence."""
+    (index, shard), first = next(shards), 0
+    for stage, first_step, end_step in schedule.stage_ranges():
+        token_sums = shard.usable_tokens(stage.max_doc_len)  # running sum over documents
+        for _ in range((end_step - first_step) * stage.tokens_per_step // stage.seq_len):
+            while (last := find_last(shard, token_sums, first, stage.seq_len, anywhere)) is None:
+                (index, shard), first = next(shards, (-1, None)), 0
+                if shard is None:
+                    return
+                token_sums = shard.usable_tokens(stage.max_doc_len)
+            yield PackedSequence(index, first, last, stage.seq_len, stage.max_doc_len)
+            first = last if anywhere else last + 1
+
+
+def find_last(shard, token_sums: np.ndarray, first: int, seq_len: int, anywhere: bool):
+    """Last document, or with anywhere last token, of a sequence. None if too few tokens remain."""
+    if anywhere:
+        last, size = first + seq_len, len(shard.tokens)
+    else:
+        tokens_before = token_sums[first - 1] if first else 0
+        last, size = int(np.searchsorted(token_sums, tokens_before + seq_len + 1)), len(token_sums)
+    return last if last < size else None
+
+
+def divide_step(cfg, world_size: int, stage):
+    """Divide a step. Returns (micro-batches per rank, sequences per micro-batch)."""
+    num_sequences = stage.tokens_per_step // stage.seq_len // world_size
+    per_micro_batch = find_divisor(num_sequences, cfg.micro_batch_tokens // stage.seq_len)
+    return num_sequences // per_micro_batch, per_micro_batch
+
+
+def find_divisor(number: int, limit: int):
+    """The largest divisor up to a limit, at least 1."""
+    return max(n for n in range(1, max(1, min(limit, number)) + 1) if number % n == 0)
+
+
+class TrainData:
+    """The packed sequences of a whole run. Every rank can read every sequence."""
+
+    def __init__(self, cfg, schedule):
+        """Plan all sequences and open the shards that they need. RunError if tokens are missing."""
+        self.cfg, self.schedule = cfg, schedule
+        self.shards: list[Shard] = []  # scan_shards() appends to it
+        plan = plan_sequences(schedule, scan_shards(cfg, self.shards), cfg.sequence_start == "anywhere")
+        self.sequences = list(plan)
+        self.bos = self.shards[0].bos  # BOS token, equal in all shards
+        if len(self.sequences) < self.count_sequences(cfg.num_iterations):
+            needed, found = schedule.count_tokens(), sum(sequence.seq_len for sequence in self.sequences)
+            remedy = f"--epochs={-(-needed * cfg.epochs // found)}" if found else "a shorter --seq_len"
+            raise RunError(f"--train_files={cfg.train_files} has {found} of the {needed} tokens of this "
+                           f"run: get more files, lower --num_iterations, or give {remedy}", 2)
+
+    def describe_share(self):
+        """A line if sequences read less than half of the tokens that they pass, or ""."""
+        if self.cfg.sequence_start == "anywhere":
+            return ""
+        passed = read = 0
+        for sequence in self.sequences:
+            bounds = self.shards[sequence.shard].bounds
+            passed += int(bounds[sequence.last + 1] - bounds[sequence.first])
+            read += sequence.seq_len
+        if read >= passed / 2:
+            return ""
+        return (f"{read / passed:.1%} of the tokens are read, because documents are cut to max_doc_len and "
+                "at the end of a sequence: --sequence_start=anywhere reads all, a larger --max_doc_len more")
+
+    def count_sequences(self, step: int):
+        """Number of packed sequences before a step."""
+        return sum((min(end, step) - start) * (stage.tokens_per_step // stage.seq_len)
+                   for stage, start, end in self.schedule.stage_ranges() if start < step)
+
+    def read_tokens(self, index: int):
+        """The seq_len + 1 tokens of a packed sequence, uint16."""
+        sequence = self.sequences[index]
+        shard = self.shards[sequence.shard]
+        if self.cfg.sequence_start == "anywhere":
+            return shard.tokens[sequence.first : sequence.last + 1]
+        bounds = shard.bounds[sequence.first : sequence.last + 2]
+        documents = [shard.tokens[start : min(end, start + sequence.max_doc_len)]
+                     for start, end in itertools.pairwise(bounds)]
+        return np.concatenate(documents)[: sequence.seq_len + 1]
+
+    def read_batch(self, indices: range):
+        """Packed sequences (sequences, seq_len + 1), uint16."""
+        return np.stack([self.read_tokens(index) for index in indices])
+
+    def batches(self, comm, start: int, end: int, sweep_from: int | None = None):
+        """This rank's micro-batches of steps start..end-1. The ranks share the sequences of a step in order.
+        The sweeps through the classes begin at step sweep_from (None: start)."""
+        cfg = self.cfg
+        sweep_from = start if sweep_from is None else sweep_from
+        sweep = functools.cache(lambda slot: sweep_classes(self, slot, sweep_from))
+        for step in range(start, end):
+            stage = self.schedule.stages[self.schedule.find_stage(step)[0]]
+            num_micro_batches, size = divide_step(cfg, comm.world_size, stage)
+            first = self.count_sequences(step)
+            for i in range(num_micro_batches):
+                # The first slot of each rank. A slot is the place of a sequence in its step
+                slots = [(rank * num_micro_batches + i) * size for rank in range(comm.world_size)]
+                tokens = [self.read_batch(range(first + slot, first + slot + size)) for slot in slots]
+                batch = make_batch(tokens[comm.rank], self.bos, cfg.max_attention_len)
+                if stage.num_classes:
+                    classes = []
+                    for slot in range(slots[comm.rank], slots[comm.rank] + size):
+                        classes.append(next(chosen for number, chosen in sweep(slot) if number == step))
+                    batch = batch._replace(classes=torch.from_numpy(np.stack(classes)))
+                yield add_plans(batch, tokens, comm.rank, cfg)
+
+
+def sweep_classes(data, slot: int, first_step: int):
+    """Yield (step, classes (C,) of sequence `slot` of the step) from first_step on, if the step has classes.
+    Classes of the sampled softmax are all targets, and other classes that fill up to num_classes. A sweep is
+    a cyclic order of all classes, also of the vocabulary's padding, with SWEEP_STEP between neighbors. Slot
+    i is the i-th sequence of every step, and has its own sweep. So sweeps are equal for any number of ranks.
+    They depend on all earlier targets, which a rank reads when it first needs the slot. Record 92."""
+    schedule, vocab_size = data.schedule, data.cfg.padded_vocab_size
+    num_slots = max(stage.tokens_per_step // stage.seq_len for stage in schedule.stages)
+    offset = vocab_size * slot // num_slots
+    for step in range(first_step, schedule.num_iterations):
+        stage = schedule.stages[schedule.find_stage(step)[0]]
+        if stage.num_classes and slot < stage.tokens_per_step // stage.seq_len:
+            targets = data.read_tokens(data.count_sequences(step) + slot)[1:]
+            classes, offset = choose_classes(targets, stage.num_classes, vocab_size, offset)
+            yield step, classes
+
+
+def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int):
+    """Classes of one sequence, sorted, from a sweep that starts at offset. Draws more than it needs. If too
+    few of them are negatives, takes evenly spaced negatives. Returns (classes (C,), new offset)."""
+    is_chosen = np.zeros(vocab_size, dtype=bool)
+    is_chosen[targets] = True
+    num_missing = num_classes - np.count_nonzero(is_chosen)
+    if num_missing < 0:
+        raise RunError(f"a packed sequence has {is_chosen.sum()} distinct targets, but its stage has "
+                       f"num_classes={num_classes}: give a larger one, or a shorter seq_len, in --stages")
+    if num_missing:
+        num_drawn = min(vocab_size, int(1.7 * num_missing) + 256)
+        drawn = SWEEP_STEP * (offset + np.arange(num_drawn, dtype=np.int64)) % vocab_size
+        offset = (offset + num_drawn) % vocab_size
+        negatives = drawn[~is_chosen[drawn]]
+        if len(negatives) < num_missing:
+            negatives = np.flatnonzero(~is_chosen)
+            negatives = negatives[:: max(1, len(negatives) // num_missing)]
+        is_chosen[negatives[:num_missing]] = True
+    return np.flatnonzero(is_chosen), offset
+
+
+def make_batch(tokens: np.ndarray, bos: int, max_attention_len: int = 0):
+    """Packed sequences (sequences, 1 + seq_len) of any integer dtype -> one Batch on the CPU. Attention
+    stays within a document of a sequence, and with max_attention_len within a piece of it."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].ravel()
+    is_start = inputs == bos
+    is_start[:, 0] = True
+    is_start = is_start.ravel()
+    if max_attention_len:
+        starts = np.flatnonzero(is_start).tolist()
+        for start, end in itertools.pairwise([*starts, len(is_start)]):
+            is_start[start:end:max_attention_len] = True
+    doc_ids = is_start.cumsum(dtype=np.int32)  # (T,) over all sequences
+    inputs = inputs.ravel().astype(np.int32)
+    return Batch(*map(torch.from_numpy, (inputs, targets.astype(np.int64), doc_ids)))
+
+
+class ValData:
+    """The first val_tokens validation tokens in sequences of val_seq_len, without max_doc_len."""
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+        num_sequences = cfg.val_tokens // cfg.val_seq_len
+        size = find_divisor(num_sequences, cfg.micro_batch_tokens // cfg.val_seq_len)
+        self.batch_tokens = size * cfg.val_seq_len
+        self.num_batches = num_sequences // size
+        self.shards = [open_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files, "val_files")]
+        self.bos = self.shards[0].bos  # BOS token, equal in all shards
+        missing = cfg.val_tokens + 1  # the tokens, and the last target
+        parts = []
+        for shard in self.shards:
+            parts.append(shard.tokens[:missing])  # slices read no more of a file than they need
+            missing -= len(parts[-1])
+        self.tokens = np.concatenate(parts)
+        if missing:
+            raise RunError(f"--val_files={cfg.val_files} is {missing} tokens too short for --val_tokens="
+                           f"{cfg.val_tokens} and one more target: lower --val_tokens, and --val_seq_len="
+                           f"{cfg.val_seq_len}, which divides it", 2)
+
+    def read_batch(self, index: int):
+        """Sequences (sequences, val_seq_len + 1), uint16."""
+        first, size = index * self.batch_tokens, self.cfg.val_seq_len
+        starts = range(first, first + self.batch_tokens, size)
+        return np.stack([self.tokens[start : start + size + 1] for start in starts])
+
+    def batches(self, comm, num_batches: int):
+        """Yield (batch of this rank, whether it counts) of the first num_batches. Ranks get equally many."""
+        for first in range(0, num_batches, comm.world_size):
+            tokens = [self.read_batch(min(first + rank, num_batches - 1)) for rank in range(comm.world_size)]
+            batch = make_batch(tokens[comm.rank], self.bos)
+            yield add_plans(batch, tokens, comm.rank, self.cfg), first + comm.rank < num_batches
+
+
+def read_vocabulary(cfg):
+    """Read the map from each token's bytes to its id, without <|endoftext|>."""
+    # In GPT-2's file a printable byte is its own character. Other bytes have code points from 256 on
+    printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
+    decode = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    try:
+        ids = json.loads(Path(cfg.vocab_file).read_text())
+        return {bytes(decode[char] for char in text): index for text, index in ids.items()
+                if text != "<|endoftext|>" and index < cfg.vocab_size}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunError(f"--vocab_file={cfg.vocab_file} is no map from tokens to ids ({error!r}): python "
+                       "data/cached_fineweb10B.py gets one. --without=prefix_weight needs none", 2) from None
+
+
+def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int):
+    """Return (V,): for each token, the id of the longest other token that is its prefix, or -1. Visits
+    tokens in sorted order, with a stack of the prefixes of the current token. Source: 2026-07-13."""
+    prefixes = np.full(vocab_size, -1)
+    stack = []
+    for text in sorted(filter(None, ids)):
+        while stack and not text.startswith(stack[-1]):
+            stack.pop()
+        if stack:
+            prefixes[ids[text]] = ids[stack[-1]]
+        stack.append(text)
+    return torch.from_numpy(prefixes)
+
+
+def prefetch(batches: Iterator[Batch], device):
+    """Yield batches on the device. For a GPU a thread builds and pins them in advance. On a CPU OpenMP would
+    give the thread its own team: four threads on two cores, and training waits for those that sleep."""
+    def build():
+        torch.cuda.set_device(device)  # a new thread uses device 0, so pinning would allocate there
+        return tree_map_only(Tensor, pin, next(batches, None))
+
+    if device.type != "cuda":
+        yield from batches
+        return
+    with ThreadPoolExecutor(1, "prefetch") as executor:
+        pending = deque(executor.submit(build) for _ in range(PREFETCHED))
+        while batch := pending.popleft().result():
+            pending.append(executor.submit(build))
+            yield move_batch(batch, device)
+
+
+def move_batch(batch, device):
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+# ==== TRAINING =============================================================================================
+
+MULTI_RANK_SEGMENTS = 4  # number of graphs if ranks > 1, to start reduce-scatters during backward
+
+
+def split_layers(num_layers: int, num_ranks: int):
+    """The segments of a model. Several ranks reduce the gradients of a segment while backward goes on. The
+    first segment then has one layer, so few matrices are reduced last. The others are about equal."""
+    num_rest = min(MULTI_RANK_SEGMENTS, num_layers) - 1
+    if num_ranks == 1 or num_rest == 0:
+        return [range(num_layers)]
+    starts = [1 + (num_layers - 1) * i // num_rest for i in range(num_rest + 1)]
+    return [range(1), *(range(start, end) for start, end in itertools.pairwise(starts))]
+
+
+class Trainer:
+    """Model, optimizer and schedule of a run. One step, validation and the warm-up."""
+
+    def __init__(self, cfg, rt):
+        if not supports_bfloat16(rt.device):
+            cfg = dataclasses.replace(cfg, embed_dtype="float32")
+        self.cfg, self.rt = cfg, rt
+        self.schedule = Schedule(cfg)
+        torch.manual_seed(cfg.seed)
+        segments = split_layers(cfg.num_layers, rt.world_size)
+        self.model = model = GPT(cfg, segments, make_ngram_table(cfg, rt)).to(rt.device)
+        self.graphs: list[StepGraphs] = []
+        self.choose_operations(rt.dtype, rt.fast)
+        self.optimizer = Optimizer(model, cfg, rt)
+        self.fp8_scales = DelayedScales(model, rt.comm)
+        model.run_segment = rt.compile(model.run_segment)
+        model.sum_ngrams = rt.compile(model.sum_ngrams)
+        model.head.forward = rt.compile(model.head.forward)
+        if "step_graphs" in rt.fast:
+            self.graphs = add_step_graphs(model, self.optimizer.buckets)
+        self.progress = Progress()
+        self.use_compile = rt.use_compile
+        self.step_inputs: dict[int, tuple[tuple[int, int], StepInputs]] = {}  # by number of tokens
+
+    def choose_operations(self, dtype, fast: frozenset[str]):
+        """Use these forms. FP8 and fused gradients are for training only."""
+        self.fast, self.ops = fast, make_operations(self.cfg, fast, dtype)
+        self.val_ops = make_operations(self.cfg, fast & VAL_FORMS, dtype)
+        for graphs in self.graphs:  # of the earlier forms
+            graphs.graphs.clear()
+
+    def train_step(self, batches: Iterator[Batch], state):
+        """One optimizer step. Returns this rank's weighted loss per token, on the device."""
+        device, stage, world_size = self.rt.device, state.stage, self.rt.world_size
+        num_micro_batches, size = divide_step(self.cfg, world_size, stage)
+        step_inputs = self.get_step_inputs(state, size * stage.seq_len, stage.seq_len)
+        loss_weights = torch.tensor(state.loss_weights).to(device, non_blocking=True)
+        total_loss = torch.zeros((), device=device)
+        self.optimizer.start_step(num_micro_batches)
+
+        # Forward and backward. Hooks reduce the gradients during the last backward
+        for _ in range(num_micro_batches):
+            loss = self.model(next(batches), step_inputs, self.ops, loss_weights)
+            loss.backward()
+            self.fp8_scales.record_amax()
+            total_loss += loss.detach()
+
+        # Update
+        self.fp8_scales.update()
+        self.optimizer.step(state)
+        return total_loss / (stage.tokens_per_step // world_size)
+
+    @torch.no_grad()
+    def validate(self, data, state, num_batches: int | None = None):
+        """Mean loss of the first num_batches batches (None: all)."""
+        self.optimizer.check_ranks()
+        rt, num_batches = self.rt, num_batches or data.num_batches
+        total = torch.zeros((), dtype=torch.float64, device=rt.device)
+        step_inputs = self.get_step_inputs(state, data.batch_tokens, self.cfg.val_seq_len)
+        for batch, counts in data.batches(rt.comm, num_batches):
+            total += self.model(move_batch(batch, rt.device), step_inputs, self.val_ops) * counts
+        return rt.comm.all_reduce(total).item() / (num_batches * data.batch_tokens)
+
+    def remove_compiler(self):
+        """Run segments, head and updates as they are written, without graphs. Returns what this replaces."""
+        model = self.model
+        replaced = []
+        for owner, name in ((model, "run_segment"), (model, "sum_ngrams"), (model.head, "forward")):
+            replaced.append((owner, name, vars(owner).pop(name)))
+        for bucket in self.optimizer.buckets:
+            replaced.append((bucket, "update_rule", bucket.update_rule))
+            bucket.update_rule = bucket.rule.update
+            if "run_rule" in vars(bucket):
+                replaced.append((bucket, "run_rule", vars(bucket).pop("run_rule")))
+        return replaced
+
+    def restore_compiler(self, replaced: list[tuple[object, str, Callable]]):
+        for owner, name, function in replaced:
+            setattr(owner, name, function)
+
+    def get_step_inputs(self, state, num_tokens: int, seq_len: int):
+        """The model's inputs at a schedule state. Those of one shape stay in place, for step_graphs."""
+        made_for, step_inputs = self.step_inputs.get(num_tokens, (None, None))
+        if made_for == (state.stage_index, seq_len):
+            return step_inputs
+        new = make_step_inputs(state, num_tokens, seq_len, self.cfg, self.rt.device)
+        if step_inputs is not None:
+            new = tree_map(lambda x, y: x.copy_(y) if isinstance(x, Tensor) else y, step_inputs, new)
+        self.step_inputs[num_tokens] = (state.stage_index, seq_len), new
+        return new
+
+    def warm_up(self, train_data, val_data):
+        """Run every shape and window at least once, and compare compiled code with the code that it was made
+        from. Then restore parameters and optimizer state exactly. Returns lines for the log."""
+        if not self.cfg.warmup_iterations and not self.use_compile:
+            return []
+        saved = Snapshot(self, with_tables=False)
+        lines = []
+        for table in self.optimizer.tables:  # a snapshot has no sparse tables
+            table.is_dry = True
+        # Large steps first: graphs of small ones fit into their memory. No data thread may disturb a capture
+        for stage, start, end in sorted(self.schedule.stage_ranges(), key=lambda x: -x[0].tokens_per_step):
+            print_phase(f"warm-up with {stage.tokens_per_step:,} tokens per step", self.rt)
+            num_steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)
+            batches = (move_batch(batch, self.rt.device)
+                       for batch in train_data.batches(self.rt.comm, start, start + num_steps))
+            for _ in range(num_steps):
+                self.train_step(batches, self.schedule.at(start))
+        print_phase("warm-up of the validation", self.rt)
+        if self.use_compile:
+            try:
+                lines = check_compiler(self, train_data, val_data)
+            except torch.OutOfMemoryError:
+                lines = ["compiled code was not compared, because the memory does not suffice"]
+        else:
+            num_batches = min(self.rt.world_size, val_data.num_batches)
+            self.validate(val_data, self.schedule.at(self.cfg.num_iterations), num_batches)
+        saved.restore()
+        for table in self.optimizer.tables:
+            table.is_dry = False
+        for graphs in self.graphs:
+            graphs.can_capture = False
+        del saved
+        if self.rt.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.rt.device)
+        return lines
+
+
+def train(cfg, rt, argv: list[str]):
+    """The whole run, from the data to the result. RunError if it cannot go on."""
+    # Data, and the checkpoint to continue from
+    train_data = TrainData(cfg, Schedule(cfg))
+    val_data = ValData(cfg)
+    vocabulary = read_vocabulary(cfg) if any(stage.prefix_weight for stage in cfg.stages) else {}
+    run = describe_run(cfg, rt, argv, train_data.shards, val_data.shards)
+    data_setup_s = round(time.perf_counter() - rt.started, 2)
+    folder, saved, resume_line = find_start(cfg, run, rt)
+    result = find_result_folder(cfg) / f"{run['run_id']}.json"
+    if rt.comm.broadcast_object(result.exists()):
+        print0(f"{result} is the result of this run: nothing to do", rt)
+        return
+
+    # Model: dtype, compiler and fast forms are chosen for this machine
+    rt = choose_precision(keep_choices(cfg, run, saved), rt)
+    run["choices"] = describe_choices(rt)
+    trainer = Trainer(cfg, rt)
+    optimizer, schedule, progress = trainer.optimizer, trainer.schedule, trainer.progress
+    log, stop = RunLog(cfg, rt, run, saved, progress), Stop(rt)
+    if folder:
+        load_state(trainer, folder, saved)
+    checkpoints = Checkpoints(cfg, log, rt, train_data.bos, folder if saved else None)
+
+    # Off the clock: lock the run and allocate memory for checkpoints (else the first save does), and warm up
+    started = clock(rt.device)
+    if cfg.checkpoint_every or cfg.resume:
+        checkpoints.start(trainer)
+    with log, checkpoints, stop:
+        log.print_start(train_data.describe_share(), resume_line)
+        gc.set_threshold(100_000, 20, 100)  # the compilers make many objects
+        for line in trainer.warm_up(train_data, val_data):
+            log.print(line)
+        if rt.use_compile and not trainer.use_compile:
+            run["choices"]["compile"] = "off"
+        gc.freeze()  # the garbage collector ignores all objects of the setup
+        setup = dict(compile_time_s=round(clock(rt.device) - started, 2), data_setup_s=data_setup_s)
+        if cfg.telemetry_every:
+            Telemetry(trainer, log)  # wraps trainer.train_step
+        guard = Guard(trainer, log) if cfg.guard else None
+        stop.catch_signals()
+        optimizer.check_ranks()  # they also wait for each other
+        rt.comm.set_timeout(STEP_TIMEOUT)
+
+        # On the clock, as published: prefix tokens, batches, steps, averages, the start of checkpoints
+        train_clock, save_is_due = TrainClock(rt.device, progress.train_time, clock(rt.device)), False
+        if vocabulary:
+            trainer.model.head.prefix_tokens.copy_(find_prefix_tokens(vocabulary, cfg.padded_vocab_size))
+        batches = prefetch(
+            train_data.batches(rt.comm, progress.step, cfg.num_iterations, sweep_from=0), rt.device)
+        while progress.step < cfg.num_iterations:
+            # 1. Validation
+            state = schedule.at(progress.step)
+            if cfg.val_loss_every and progress.step % cfg.val_loss_every == 0:
+                with train_clock.paused():
+                    log.log_validation(trainer.validate(val_data, state), train_clock.seconds)
+
+            # 2. One step
+            loss = trainer.train_step(batches, state)
+            progress.step += 1
+            progress.tokens += state.stage.tokens_per_step
+            log.log_step(loss, train_clock.read())
+
+            # 3. Save or stop, when no gradient waits for a later update
+            is_last = progress.step == cfg.num_iterations
+            if cfg.checkpoint_every and (is_last or progress.step % cfg.checkpoint_every == 0):
+                save_is_due = True
+            status = stop.exchange()
+            is_free = is_last or optimizer.has_no_pending_gradients()
+            must_save = is_free and bool(status or save_is_due)
+            if guard:
+                guard.end_step(loss, state, must_wait=must_save or is_last)
+            if must_save:
+                log.flush_losses()
+                progress.train_time, save_is_due = train_clock.lap(), False
+                checkpoints.save(trainer, must_wait=is_last or bool(status))
+                if status:
+                    checkpoints.end(status)  # raises RunError
+
+        # The last step is saved before the final validation, which may need more memory than all before
+        log.flush_losses()
+        status = stop.finish_exchange()
+        with train_clock.paused():
+            progress.train_time = train_clock.seconds
+            checkpoints.save_last(trainer, must_save=bool(status))
+            if status:
+                checkpoints.end(status)
+
+        # Final weights, validation and result
+        optimizer.apply_averages()
+        with train_clock.paused():
+            progress.train_time = train_clock.seconds
+            with checkpoints.name_weights(), stop.at_once():
+                val_loss = trainer.validate(val_data, schedule.at(progress.step))
+            log.log_validation(val_loss, train_clock.seconds)
+        log.finish({**setup, **measure_run(trainer, run)})
+        checkpoints.write_model(trainer)
+        checkpoints.remove_last()
+        if checkpoints.problem:
+            raise RunError(checkpoints.problem)
+
+# ############################## PART TWO: FAST FORMS OF PART ONE ###########################################
+
+# ==== FAST FORMS ===========================================================================================
+# A fast form is a faster implementation of operations of part one. It is off if one of these operations was
+# edited. At startup FormCheck computes the loss and all gradients of this model, with random parameters, by
+# fast and by plain forms. A form with other results is off. A line says so. To add a fast form, add a row to
+# FORMS and to make_operations(), its condition to choose_fast_forms(), and its functions to DIGESTS. The
+# compiler is compared at the end of the warm-up, see check_compiler().
+
+QKV = ("make_qkv", "rotate", "rms_norm", "linear")
+ATTENTION = ("attention", "make_mask", "is_visible")
+LOSS = ("head_loss", "Softcap", "linear")
+# name: functions of part one that it computes in another way
+FORMS = dict(rms_norm=("rms_norm",), qkv_kernel=QKV, flex_attention=ATTENTION, block_attention=ATTENTION,
+             head_loss=LOSS, cross_entropy=LOSS, relu2_mlp=("relu2_mlp",), step_graphs=())
+FP8_FORMS = dict(fp8_head=LOSS, fp8_mlp=("relu2_mlp",), fp8_qkv=QKV)  # --fp8_parts names them
+DIGESTS = dict(  # of the code that the fast forms compute, see compute_digests()
+    linear="14b495f7", rms_norm="45595a91", relu2_mlp="852450c1", rotate="033821d4", make_qkv="6b81ec76",
+    is_visible="a0344112", make_mask="71a613e4", attention="c5808774", Softcap="ebe96bc1",
+    head_loss="9afe4062")
+ZERO_GRADIENT = 1e-4  # of the largest gradient norm: smaller gradients are compared as if they had this norm
+VAL_FORMS = frozenset({"rms_norm", "qkv_kernel", "flex_attention", "block_attention"})
+PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part one
+
+
+def make_operations(cfg, names: Iterable[str], dtype):
+    """Operations with the named fast forms. Later rows replace earlier ones."""
+    names, scales, replaced = set(names), None, {}
+    if "fp8_head" in names:
+        scales = head_fp8_scales(cfg)
+    head = dict(head_loss=functools.partial(FusedHeadLoss.apply, "cross_entropy" in names, scales))
+    mlp = dict(relu2_mlp=functools.partial(
+        fused_relu2_mlp, use_kernel="relu2_mlp" in names, use_fp8="fp8_mlp" in names))
+    qkv = dict(make_qkv=functools.partial(fused_qkv, fp8_dtype=E4M3 if "fp8_qkv" in names else None))
+    rows = dict(
+        rms_norm=dict(rms_norm=RMSNorm.apply), qkv_kernel=qkv, fp8_qkv=qkv, head_loss=head,
+        cross_entropy=head, fp8_head=head, relu2_mlp=mlp, fp8_mlp=mlp,
+        flex_attention=dict(make_mask=build_block_mask, attention=attend_flex),
+        block_attention=dict(make_mask=functools.partial(build_dense_mask, dtype=dtype),
+                             attention=BlockAttention.apply))
+    for name, functions in rows.items():
+        if name in names:
+            replaced |= functions
+    return Operations(dtype, **replaced)
+
+
+def choose_fast_forms(cfg, rt):
+    """Choose fast forms for rt, and check them. Returns (their names, lines for the log)."""
+    has_triton = rt.device.type == "cuda" and triton is not None
+    capability = torch.cuda.get_device_capability(rt.device) if has_triton else (0, 0)
+    has_kernels, has_flex = capability >= (8, 0), capability >= (7, 0)  # tiles need registers
+    has_loss_kernel = has_kernels and 0 < cfg.softcap[0] <= 80  # its sums need the softcap
+    has_tiles = cfg.model_dim % 128 == cfg.mlp_hidden % 128 == 0
+    auto = dict(rms_norm=True, qkv_kernel=has_kernels, flex_attention=has_flex, block_attention=not has_flex,
+                head_loss=not has_loss_kernel, cross_entropy=has_loss_kernel,
+                relu2_mlp=has_kernels and has_tiles and capability == (9, 0),  # measured on Hopper only
+                step_graphs=has_flex)  # block_attention reads a number from the GPU
+    names = [name for name in FORMS if (auto[name] if cfg.fast == ("auto",) else name in cfg.fast)]
+    has_fp8 = capability >= (8, 9) and rt.dtype == torch.bfloat16  # no CPU multiplies FP8 faster
+    use_fp8 = cfg.fp8 == "on" or cfg.fp8 == "auto" and has_fp8
+    names += [name for name in FP8_FORMS if use_fp8 and name[4:] in cfg.fp8_parts]
+
+    check = FormCheck(cfg, rt.device)
+    lines = check.lines
+    for function, digest in compute_digests().items():
+        off = [name for name in names if function in (FORMS | FP8_FORMS)[name]]
+        if off and digest != DIGESTS[function]:
+            names = [name for name in names if name not in off]
+            lines.append(f"{function} was edited: without fast forms {', '.join(off)}")
+    fp8 = [name for name in names if name in FP8_FORMS]
+    names = check.keep_equal([name for name in names if name in FORMS], torch.float32, 0.01)
+    if fp8 or rt.dtype != torch.float32:  # also whether they work in this dtype
+        names = check.keep_equal([*names, *fp8], rt.dtype, 0.4)
+    longest = max(cfg.val_seq_len, cfg.micro_batch_tokens)
+    if longest > PLAIN_ATTENTION_TOKENS and not {"flex_attention", "block_attention"} & {*names}:
+        names.append("flex_attention" if has_flex else "block_attention")
+        lines.append(f"attention() needs masks of {longest} x {longest} tokens: {names[-1]} replaces it")
+    if "step_graphs" in names:
+        error = "warmup_iterations is 0"
+        if cfg.warmup_iterations:
+            error = check.find_graph_error(names, rt.dtype)
+        if error:
+            names.remove("step_graphs")
+            lines.append(f"fast form step_graphs: off ({error})")
+    return frozenset(names), [f"fast forms: {', '.join(names) or 'none'}", *lines]
+
+
+def compute_digests():
+    """Digests of the functions in DIGESTS. Comments, docstrings and layout do not count."""
+    digests = {}
+    for node in ast.parse(SCRIPT).body:
+        if getattr(node, "name", "") in DIGESTS:
+            if ast.get_docstring(node):
+                del node.body[0]
+            digests[node.name] = hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:8]
+    return digests
+
+
+def add_noise(params: Iterable[Tensor]):
+    """Change all parameters at random, because zeros would hide faults. Equal on all ranks."""
+    for i, param in enumerate(params):
+        generator = torch.Generator().manual_seed(100 + i)
+        std = 0.2 if param.dim() < 2 else param.size(-1) ** -0.5
+        param.data += std * torch.randn(param.shape, generator=generator).to(param.device)
+
+
+class FormCheck:
+    """A copy of the model with a small vocabulary and n-gram table, random parameters, 768 tokens in four
+    documents, and its plain results."""
+
+    def __init__(self, cfg, device):
+        self.lines: list[str] = []  # for the log
+        stage = dataclasses.replace(cfg.full_stages[0], window_long=255, window_short=140, seq_len=384,
+                                    tokens_per_step=768, num_classes=None)
+        self.cfg = cfg = dataclasses.replace(
+            cfg, vocab_size=min(cfg.vocab_size, 1024), ngram_rows=600 if cfg.ngram_rows else 0,
+            stages=(stage,), extension_steps=0, embed_dtype="float32", matrix_dtype="float32")
+        torch.manual_seed(0)
+        self.model = GPT(cfg).to(device)
+        add_noise(self.model.parameters())
+        scales = DelayedScales(self.model, Comm())
+        if scales.leaves:
+            scales.set(0.5 * scales.read())
+        tokens = torch.randint(cfg.vocab_size - 1, (2, 385)).numpy()
+        tokens[[0, 0, 1, 1], [0, 60, 0, 300]] = cfg.vocab_size - 1  # BOS. Some documents exceed the windows
+        tokens[:, 200:220] = 1  # equal targets
+        batch = make_batch(tokens, cfg.vocab_size - 1, cfg.max_attention_len)
+        batch.targets[::5] = -1
+        batch, state = move_batch(batch, device), Schedule(cfg).at(0)
+        step_inputs = make_step_inputs(state, 768, 384, cfg, device)
+        loss_weights = torch.tensor(state.loss_weights, device=device)
+        # The second inputs are for step_graphs: other tokens, windows and loss weights
+        other_batch = batch._replace(inputs=batch.inputs.flip(0), targets=batch.targets.flip(0))
+        other_step_inputs = step_inputs._replace(windows=step_inputs.windows.flip(0))
+        self.inputs = (batch, step_inputs, loss_weights), (other_batch, other_step_inputs, -loss_weights)
+        self.make_operations = functools.cache(lambda *names, dtype: make_operations(cfg, names, dtype))
+        self.plain = self.run([], torch.float32)
+
+    def run(self, names: list[str], dtype, case: int = 0):
+        """Loss and all gradients by the named forms. case: which inputs."""
+        batch, step_inputs, loss_weights = self.inputs[case]
+        self.model.zero_grad()
+        loss = self.model(batch, step_inputs, self.make_operations(*names, dtype=dtype), loss_weights)
+        loss.backward()
+        named = self.model.named_parameters()
+        grads = {name: param.grad for name, param in named if param.grad is not None}
+        return {"loss": loss.detach(), **grads}
+
+    def find_error(self, names: list[str], dtype, limit: float, case: int = 0, expected: dict | None = None):
+        """Why the named forms cannot be used, or "". limit: of the relative error of loss and gradients. If
+        it is above 0.1, vectors are left out, because most terms of their gradients cancel."""
+        try:
+            results = self.run(names, dtype, case)
+            expected = expected or self.plain
+            largest = max(plain.norm() for name, plain in expected.items() if name != "loss")
+            for name, plain in expected.items():
+                error = float((results[name] - plain).norm())
+                if limit > 0.1 and plain.dim() == 1 and math.isfinite(error):
+                    continue
+                if not error <= limit * max(plain.norm(), ZERO_GRADIENT * largest):
+                    return f"{name} differs from its plain form by {error / plain.norm():.3g}"
+        except Exception as failure:  # a compiler error must not stop training
+            return f"it fails on this {self.plain['loss'].device.type} device: {str(failure).strip()[:120]}"
+        return ""
+
+    def find_graph_error(self, names: list[str], dtype):
+        """Why step_graphs cannot be used with these forms, or "". All bits of a second replay are equal."""
+        expected = [self.run(names, dtype, case) for case in range(2)]
+        add_step_graphs(self.model)
+        errors = [self.find_error(names, dtype, 0.0, case, expected[case]) for case in range(2)]
+        return errors[0] or errors[1]
+
+    def keep_equal(self, names: list[str], dtype, limit: float):
+        """The names without forms whose results differ. Those get a line."""
+        if not self.find_error(names, dtype, limit):
+            return names
+        kept = []
+        for name in names:
+            error = self.find_error([*kept, name], dtype, limit)
+            if error:
+                self.lines.append(f"fast form {name}: off ({error})")
+            else:
+                kept.append(name)
+        return kept
+
+
+# Largest relative errors that rounding explains, in float32 and in bfloat16. With FP8 four times as large
+COMPILER_LIMITS = dict(activations=(1e-3, 0.04), loss=(1e-4, 0.01), gradient=(1e-3, 0.1), update=(1e-2, 0.3))
+
+
+def check_compiler(trainer, train_data, val_data):
+    """Compare compiled code with the code that it was made from, on a validation batch and a training batch:
+    activations, losses, the gradient of each bucket and its update. If they differ on any rank, the compiler
+    is off on all ranks. Changes parameters and state. Returns lines for the log."""
+    optimizer, comm, device = trainer.optimizer, trainer.rt.comm, trainer.rt.device
+    optimizer.finish()
+    add_noise(param for param in trainer.model.parameters() if not param.spec.is_table)
+    state = trainer.schedule.at(0)  # the first stage has most kinds of targets
+    batch = move_batch(next(train_data.batches(comm, 0, 1)), device)
+    val_batch, _ = next(val_data.batches(comm, 1))
+    val_batch = move_batch(val_batch, device)
+
+    # Compiled and plain results by (kind, name)
+    compiled = run_batches(trainer, state, batch, val_batch, val_data)
+    plain = {}
+    optimizer.step_count = max(optimizer.step_count, trainer.cfg.adam_every)  # all groups have an update
+    optimizer.set_numbers(state)
+    for bucket in optimizer.buckets:  # random gradients have full rank, so rounding changes updates little
+        bucket.grad.normal_(generator=torch.Generator(device).manual_seed(0))
+        for results, rule in ((compiled, bucket.update_rule), (plain, bucket.rule.update)):
+            for key, tensor in bucket.compute_update(rule).items():
+                results["update", f"{bucket.name}/{key}"] = tensor
+    lines = []
+    comm.set_timeout(STEP_TIMEOUT)  # of ranks that wait for one that runs out of memory
+    replaced = trainer.remove_compiler()
+    for has_gradients, what in ((True, "gradients"), (False, "activations and losses")):
+        try:
+            with torch.set_grad_enabled(has_gradients):
+                plain |= run_batches(trainer, state, batch, val_batch, val_data)
+            break
+        except torch.OutOfMemoryError:
+            lines.append(f"{what} of compiled code were not compared, because they need too much memory")
+        torch.cuda.empty_cache()
+    trainer.restore_compiler(replaced)
+
+    problem = ""
+    largest = max((measure_norm(x) for (kind, _), x in plain.items() if kind == "gradient"), default=0.0)
+    for (kind, name), expected in plain.items():
+        limit = COMPILER_LIMITS[kind][trainer.ops.dtype != torch.float32]
+        if trainer.fast & {*FP8_FORMS} and name != "validation":
+            limit *= 4
+        norm = measure_norm(expected)
+        if kind == "gradient":
+            norm = max(norm, ZERO_GRADIENT * largest)
+        error = measure_norm(compiled[kind, name] - expected)
+        if not error <= limit * norm:
+            problem = f"{kind} of {name}: relative error {error / norm:.2g}"
+            break
+    problem = max(comm.gather_objects(problem))
+    if problem:
+        trainer.use_compile = False
+        trainer.remove_compiler()
+        for graphs in trainer.graphs:
+            graphs.graphs.clear()
+        lines.append(f"torch.compile: off ({problem} against the code without it)")
+    return lines
+
+
+def run_batches(trainer, state, batch, val_batch, val_data):
+    """Activations and losses of both batches, and the gradient of each bucket if gradients are enabled."""
+    model, cfg, buckets = trainer.model, trainer.cfg, trainer.optimizer.buckets
+    for bucket in buckets:
+        bucket.clear()
+    results = {}
+    with torch.no_grad():
+        val_state = trainer.schedule.at(cfg.num_iterations)
+        step_inputs = trainer.get_step_inputs(val_state, val_data.batch_tokens, cfg.val_seq_len)
+        x = model.run_layers(val_batch, step_inputs, trainer.val_ops)
+        loss = model.head(x, val_batch.targets, step_inputs, None, None, trainer.val_ops)
+    results["activations", "validation"] = x
+    results["loss", "validation"] = loss
+    if model.ngram is not None:  # the table may still be zero
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(batch.sign_rows.numel(), cfg.model_dim, generator=generator)
+        rows = rows.to(model.ngram).requires_grad_()
+        ngrams = model.sum_ngrams(rows, batch.sign_rows, trainer.ops.dtype)
+        results["activations", "n-grams"] = ngrams.detach()
+    step_inputs = trainer.get_step_inputs(state, len(batch.inputs), state.stage.seq_len)
+    loss_weights = torch.tensor(state.loss_weights, device=trainer.rt.device)
+    x = model.run_layers(batch, step_inputs, trainer.ops)
+    loss = model.head(x, batch.targets, step_inputs, loss_weights, batch.classes, trainer.ops)
+    results["activations", "training"] = x.detach().clone()
+    results["loss", "training"] = loss.detach()
+    if loss.requires_grad:
+        loss.backward()
+        for bucket in buckets:
+            bucket.wait_for_gradient()
+            gradient = bucket.grad if bucket.total is None else bucket.total
+            results["gradient", bucket.name] = gradient.clone()
+        for scale in trainer.fp8_scales.leaves:
+            scale.grad = None
+    return results
+
+# ==== STEP GRAPHS ==========================================================================================
+# With step_graphs the segments, the head and the updates are CUDA graphs. A replay is one launch, so the GPU
+# does not wait for Python. Look-ups in tables, communication and validation have no graphs.
+
+class StepGraphs:
+    """CUDA graphs of a function, forward and backward, one pair for each kind of arguments. Tensors among
+    the arguments are copied into the graph. Other arguments are constants of the graph. So are the addresses
+    of all other tensors that the function uses: parameters, state and scales never move. The graphs share
+    memory, because only one of them is between its forward and its backward."""
+
+    def __init__(self, function: Callable, params: Iterable[Tensor] = ()):
+        """params: leaves that may get a gradient. (): there is no backward."""
+        self.function, self.params = function, list(params)
+        self.graphs = {}  # by kind: the graph, and the leaves that get a gradient
+        self.pool = None
+        self.can_capture = True  # during the warm-up. Later another thread uses CUDA
+
+    def __call__(self, *args):
+        leaves, spec = tree_flatten(args)
+        kind = spec, *((x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in leaves)
+        is_training = torch.is_grad_enabled() or not self.params
+        if self.can_capture and is_training and kind not in self.graphs:
+            self.graphs[kind] = self.capture(args)
+        if kind not in self.graphs:
+            return self.function(*args)
+        graph, params = self.graphs[kind]
+        return graph(*filter(torch.is_tensor, leaves), *params)
+
+    def capture(self, args: tuple):
+        """Capture a graph. Returns it and the leaves that get a gradient."""
+        args = tree_map_only(  # replays copy their tensors to these
+            Tensor, lambda x: x.detach().clone().requires_grad_() if x.requires_grad else x, args)
+        outputs = [x for x in tree_leaves(self.function(*args)) if x.requires_grad]
+        grads = []
+        if outputs:
+            grads = torch.autograd.grad(outputs, self.params, outputs, allow_unused=True)
+        params = [param for param, grad in zip(self.params, grads) if grad is not None]
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.make_graphed_callables(
+            lambda *_: self.function(*args), (*filter(torch.is_tensor, tree_leaves(args)), *params),
+            allow_unused_input=True, pool=self.pool)
+        return graph, params
+
+
+def add_step_graphs(model, buckets: Iterable[Bucket] = ()):
+    """Make StepGraphs of a model's segments and head, and of the updates of buckets. Returns them."""
+    params = list(model.parameters())
+    for module in model.modules():
+        params += getattr(module, "scales", None) or ()  # the gradient of an FP8 scale is an amax
+    segments = {layers: StepGraphs(functools.partial(model.run_segment, layers), params)
+                for layers in model.segments}
+    model.run_segment = lambda layers, *args: segments[layers](*args)
+    model.head.forward = head = StepGraphs(model.head.forward, params)
+    updates = StepGraphs(Bucket.run_rule)
+    for bucket in buckets:
+        bucket.run_rule = functools.partial(updates, bucket)
+    return [*segments.values(), head, updates]
+
+# ==== FAST NORM AND ATTENTION ==============================================================================
+# Attention without T x T masks. On a GPU FlexAttention skips invisible blocks. Elsewhere each block of
+# queries reads the blocks of keys in its window. Masks agree with is_visible() if doc_ids never decrease.
+
+class RMSNorm(torch.autograd.Function):
+    """rms_norm(). Its gradient (g - y mean(g y)) / rms takes a third of autograd's passes over memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32(x))
+        scale = torch.rsqrt(norm.square() / x.size(-1) + RMS_EPS).type_as(x)  # (..., 1)
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, scale = ctx.saved_tensors
+        total = torch.linalg.vecdot(grad, y)[..., None]  # (..., 1)
+        return torch.addcmul(grad, y, total, value=-1 / y.size(-1)) * scale
+
+
+# FlexAttention's tiles in float32. They fit into 64 KiB of shared memory. PyTorch's defaults do not fit
+FLEX_FLOAT32 = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_M1=16, BLOCK_N1=32, BLOCK_M2=32, BLOCK_N2=16, num_stages=1,
+                    num_warps=4)
+# Hopper's tiles by channels (K, L). PyTorch's defaults spill registers. Chosen by compilation, not measured
+FLEX_HOPPER = {
+    (64, 128): dict(fwd_BLOCK_M=128, fwd_BLOCK_N=128, fwd_num_warps=8, fwd_num_stages=2),
+    (64, 64): dict(fwd_BLOCK_M=64, fwd_BLOCK_N=64, fwd_num_warps=4, fwd_num_stages=2, bwd_BLOCK_M1=32,
+                   bwd_BLOCK_N1=64, bwd_BLOCK_M2=64, bwd_BLOCK_N2=64, bwd_num_warps=4, bwd_num_stages=2)}
+
+
+def build_block_mask(doc_ids, window):
+    """make_mask() for FlexAttention, from the range of documents in each block. window is a tensor, so one
+    compiled graph serves all windows. The visible key blocks of a query block are contiguous, and end with
+    it. So are those without masked pairs. Therefore the lists need no sort. Sources: records 12 and 16."""
+    first, last = doc_ids.view(-1, BLOCK)[:, 0], doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,)
+    block = torch.arange(first.size(0), device=doc_ids.device, dtype=torch.int32)
+    row = block[:, None]  # row of the lists: query block in lists by query, key block in lists by key
+    distance = (row - block) * BLOCK  # (T/128, T/128), tokens from the key block to the query block
+    overlap = (first[:, None] <= last) & (first <= last[:, None])
+    visible = (distance >= 0) & (distance - (BLOCK - 1) <= window) & overlap
+    full = ((distance > 0) & (distance + (BLOCK - 1) <= window)
+            & (first[:, None] == last) & (first == last[:, None]))
+    lists = []  # by query and by key, partial and full: counts (1, 1, T/128), blocks (1, 1, T/128, T/128)
+    for is_by_query, dim in ((True, 1), (False, 0)):
+        num_visible, num_full = (x.sum(dim, dtype=torch.int32) for x in (visible, full))  # (T/128,)
+        start, length = row + 1 - num_visible[:, None], num_full[:, None]
+        if is_by_query:
+            partial = torch.where(start + block < row - length, start + block, row)
+            unmasked = row - length + block
+        else:
+            partial, unmasked = torch.where(block == 0, row, row + length + block), row + 1 + block
+        for counts, blocks in ((num_visible - num_full, partial), (num_full, unmasked)):
+            lists += [counts[None, None], blocks.clamp(max=block.size(0) - 1)[None, None]]
+
+    def mask_mod(_batch, _head, query, key):
+        return is_visible(query, key, doc_ids, window)
+
+    return BlockMask(doc_ids.shape * 2, *lists, (BLOCK, BLOCK), mask_mod)
+
+
+def attend_flex(q, k, v, mask):
+    """attention() by FlexAttention, which never stores the scores."""
+    options = None
+    if q.dtype == torch.float32:
+        options = FLEX_FLOAT32
+    elif q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0):
+        options = FLEX_HOPPER.get((q.size(-1), v.size(-1)))
+    attend = flex_attention if torch.compiler.is_compiling() else compile_flex_attention()
+    q, k, v = (x[None].transpose(1, 2) for x in (q, k, v))  # (1, H, T, K)
+    y = attend(q, k, v, block_mask=mask, scale=1.0, kernel_options=options)
+    return y[0].transpose(0, 1)  # (T, H, L)
+
+
+@functools.cache
+def compile_flex_attention():
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def build_dense_mask(doc_ids, window, dtype):
+    """make_mask() by blocks of C queries and M * C keys -> (T/C, C, M * C), 0 if visible, else -inf. A block
+    of queries reads its own block of keys and the M - 1 blocks before it."""
+    num_tokens = doc_ids.size(0)
+    size = math.gcd(num_tokens, 128 if window >= 512 else 64)  # small blocks waste less, large are faster
+    positions = torch.arange(num_tokens, device=doc_ids.device)
+    first = torch.maximum(torch.searchsorted(doc_ids, doc_ids), positions - window)  # first visible key
+    first = first.view(-1, size) - positions[::size, None]  # (T/C, C), relative to the block
+    num_before = -(int(first.min()) // size) * size  # number of keys before the block
+    earlier = hide_earlier_keys(num_before + size, dtype, doc_ids.device)
+    mask = F.embedding(first + num_before, earlier)  # faster than comparisons
+    mask[:, :, num_before:] += earlier[:size, :size].T
+    return mask
+
+
+@functools.lru_cache(maxsize=8)
+def hide_earlier_keys(num_keys: int, dtype, device):
+    """(num_keys, num_keys): row i hides the keys before i, by -inf."""
+    return torch.full((num_keys, num_keys), -math.inf, dtype=dtype, device=device).tril(-1)
+
+
+class BlockAttention(torch.autograd.Function):
+    """attention() by blocks, mask (T/C, C, M * C). Memory is linear in T. Each of N = H * T/C blocks reads M
+    blocks of keys. The mask hides those of the previous head. Autograd's own backward takes longer."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask):
+        """q, k (T, H, K), v (T, H, L) -> (T, H, L)."""
+        _, size, num_keys = mask.shape
+        q, k, v = (split_blocks(x, size) for x in (q, k, v))  # (N, C, K or L)
+        k, v = (F.pad(x.flatten(0, 1), (0, 0, num_keys - size, 0)) for x in (k, v))  # ((N + M - 1) * C, ...)
+        k, v = (x.unfold(0, num_keys, size).mT.contiguous() for x in (k, v))  # (N, M * C, K or L)
+        ctx.num_heads = len(q) // len(mask)
+        probs = torch.baddbmm(mask.repeat(ctx.num_heads, 1, 1), q, k.mT).softmax(-1)  # (N, C, M * C)
+        ctx.save_for_backward(q, k, v, probs)
+        return join_blocks(probs @ v, ctx.num_heads)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """grad (T, H, L) -> gradients of q, k (T, H, K), v (T, H, L)."""
+        q, k, v, probs = ctx.saved_tensors
+        grad = split_blocks(grad, q.size(1))
+        grad_scores = torch._softmax_backward_data(grad @ v.mT, probs, -1, probs.dtype)
+        grads = [grad_scores @ k]  # of q, k, v
+        for grad_keys in (grad_scores.mT @ q, probs.mT @ grad):
+            parts = grad_keys.unflatten(1, (-1, q.size(1)))  # (N, M, C, K or L)
+            total = parts[:, -1].clone()
+            for i in range(1, parts.size(1)):  # the i-th block before
+                total[:-i] += parts[i:, -1 - i]
+            grads.append(total)
+        return *(join_blocks(x, ctx.num_heads) for x in grads), None
+
+
+def split_blocks(x, size: int):
+    """(T, H, K) -> blocks of tokens of all heads (H * T/C, C, K)."""
+    return x.transpose(0, 1).reshape(-1, size, x.size(-1))
+
+
+def join_blocks(x, num_heads: int):
+    return x.reshape(num_heads, -1, x.size(-1)).transpose(0, 1)
+
+# ==== FP8 ==================================================================================================
+# Matmuls of 8-bit values with one scale per tensor: value = scale * FP8 value. e4m3 holds weights and
+# activations up to 448, e5m2 holds gradients up to 57344. A scale is constant, or amax / limit. The amax is
+# of this tensor (current scaling) or of the previous step (delayed scaling). Validation has no FP8. The loss
+# is a sum over tokens. Records divide it by 8 ranks, so their scales of gradients are 8 times smaller.
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+QKV_LIMIT = 8.0  # inputs and gradients of queries, keys and values saturate beyond it (record 90)
+
+
+class Scaled(typing.NamedTuple):
+    """A tensor values * scale. scale=None: not FP8."""
+
+    values: Tensor
+    scale: Tensor | None = None  # ()
+
+
+class HeadScales(typing.NamedTuple):
+    """Scales of the FP8 head, and the dtype of its logits."""
+
+    x: float = 1.0
+    weight: float = 1.0
+    grad: float = 1.0
+    logits_dtype: torch.dtype | None = None  # None: dtype of x
+
+
+def head_fp8_scales(cfg):
+    """Constant scales. Normalized rows have no entry above sqrt(D). Weights above fp8_head_amax saturate.
+    With one target of loss weight 1, |d loss / d logit| is at most 1. e5m2 holds 57344 / 448 = 128."""
+    return HeadScales(x=math.sqrt(cfg.model_dim) / 448, weight=cfg.fp8_head_amax / 448, grad=1 / 448,
+                      logits_dtype=E4M3 if "logits" in cfg.fp8_parts else None)
+
+
+def quantize(x, dtype, scale=None):
+    """Quantize x / scale to FP8, saturating. The default scale is amax / limit. dtype=None: x stays."""
+    if dtype is None:
+        return Scaled(x)
+    limit = torch.finfo(dtype).max
+    if scale is None:
+        scale = x.abs().max().float().clamp(min=1e-12) / limit
+    elif not isinstance(scale, Tensor):
+        scale = torch.full((), scale, dtype=torch.float32, device=x.device)
+    return Scaled((x.float() / scale).clamp_(-limit, limit).to(dtype).contiguous(), scale)
+
+
+def matmul(a: Scaled, b: Scaled, out_dtype, fast: bool = False):
+    """a (M, K) @ b (N, K)^T. fast: FP8 accumulates less precisely. FP8 results have scale 1 and saturate."""
+    if a.scale is None:
+        return (a.values @ b.values.T).to(out_dtype)
+    if a.values.device.type == "cpu":  # FP8 matmuls on CPUs can take a thousand times longer than float32
+        out = a.values.float() @ b.values.float().T * (a.scale * b.scale)
+        return out.clamp(-448, 448).to(E4M3) if out_dtype == E4M3 else out.to(out_dtype)
+    return torch._scaled_mm(a.values, b.values.T, a.scale, b.scale, out_dtype=out_dtype, use_fast_accum=fast)
+
+
+def transpose(x: Scaled, use_kernel: bool = False):
+    """x (M, N) -> (N, M), row-major in FP8. The kernel takes a ninth of Inductor's time."""
+    values, scale = x
+    if scale is None:
+        return Scaled(values.T)
+    if not use_kernel:
+        return Scaled(values.T.contiguous(), scale)
+    rows, columns = values.shape
+    out = values.new_empty(columns, rows, dtype=torch.uint8)
+    transpose_kernel[triton.cdiv(columns, 128), triton.cdiv(rows, 128)](
+        values.view(torch.uint8), out, rows, columns, BLOCK=128, num_warps=8)
+    return Scaled(out.view(values.dtype), scale)
+
+
+class DelayedScales:
+    """FP8 scales of MLPs, from the amax of the previous step. So a kernel can quantize its own result."""
+
+    FACTORS, FLOORS = (1.03 / 448, 1.25 / 57344), (1e-6, 1e-12)  # with headroom for growth between steps
+
+    def __init__(self, model, comm):
+        self.comm, self.amax, device = comm, None, model.embed.device
+        self.leaves: list[Tensor] = []  # (): of each MLP's hidden activation, and gradient of x @ up
+        for module in model.modules():
+            if isinstance(module, MLP):
+                module.scales = tuple(torch.tensor(value, device=device, requires_grad=True)
+                                      for value in (1.0, 2.0**-3))
+                self.leaves += module.scales
+        self.factors, self.floors = torch.tensor((self.FACTORS, self.FLOORS), device=device)
+
+    def record_amax(self):
+        """After each backward: keep the largest amax. Autograd would add the micro-batches."""
+        if self.leaves and self.leaves[0].grad is not None:
+            found = torch.stack([leaf.grad for leaf in self.leaves]).view(-1, 2)  # (MLPs, 2)
+            self.amax = found if self.amax is None else torch.maximum(self.amax, found)
+            for leaf in self.leaves:
+                leaf.grad = None
+
+    def update(self):
+        """Set the scales of the next step, from the amax over all ranks. 0, inf or NaN change none."""
+        if self.amax is not None:
+            amax = self.comm.all_reduce(self.amax, dist.ReduceOp.MAX)
+            new = (amax * self.factors).maximum(self.floors)
+            is_usable = amax.isfinite() & (amax > 0)
+            self.set(new.where(is_usable, self.read().view_as(new)).flatten())
+            self.amax = None
+
+    @torch.no_grad()
+    def set(self, scales):
+        torch._foreach_copy_(self.leaves, list(scales.unbind()))
+
+    def read(self):
+        return torch.stack(self.leaves).detach()
+
+# ==== FUSED OPERATIONS =====================================================================================
+# Fused QKV runs one kernel after the matmul, and in backward one before the matmuls. The fused loss (head,
+# softcap, cross-entropy) computes its gradients in forward. The fused MLP does not store its first product.
+
+class FusedQKV(torch.autograd.Function):
+    """make_qkv() by one kernel each in forward and backward. With FP8 backward also stores a transpose."""
+
+    @staticmethod
+    def forward(ctx, x, weight, cos, sin, softmax_scale, num_rotating: int, is_start, heads, fp8_dtype):
+        """x (T, D), weight (2HK + HL, D), cos and sin (T, P, K/2), is_start (T,) -> q, k, v."""
+        tables = cos, sin, softmax_scale, is_start
+        H, K, *_ = heads
+        scaled_x = quantize(x, fp8_dtype, QKV_LIMIT / 448)
+        scaled_w = quantize(weight.type_as(x), fp8_dtype)
+        packed = matmul(scaled_x, scaled_w, x.dtype, fast=True)  # (T, 2HK + HL)
+        q = x.new_empty(len(x), H, K)
+        k = torch.empty_like(q)
+        launch_qkv(packed, tables, num_rotating, heads, q, k)
+        ctx.options = num_rotating, heads, fp8_dtype, weight.dtype
+        ctx.save_for_backward(packed, *scaled_x, *scaled_w, *tables)
+        return q, k, packed[:, 2 * H * K :]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        """Gradients of queries, keys and values -> gradients of x (T, D) and weight (2HK + HL, D)."""
+        packed, x, x_scale, w, w_scale, *tables = ctx.saved_tensors
+        num_rotating, heads, fp8_dtype, weight_dtype = ctx.options
+        grads = [grad.contiguous() for grad in grads]
+        grad = torch.empty_like(packed, dtype=fp8_dtype or packed.dtype)
+        grad_t = scale = None
+        if fp8_dtype:
+            grad_t = grad.new_empty(grad.T.shape)
+            scale = torch.full_like(x_scale, QKV_LIMIT / 448)
+        launch_qkv(packed, tables, num_rotating, heads, *grads, grad, grad_t)
+        if not fp8_dtype:
+            grad_t = grad.T
+        grad_x = matmul(Scaled(grad, scale), transpose(Scaled(w, w_scale)), packed.dtype)
+        grad_w = matmul(Scaled(grad_t, scale), transpose(Scaled(x, x_scale), bool(fp8_dtype)), packed.dtype)
+        return grad_x, grad_w.to(weight_dtype), *[None] * 7
+
+
+def fused_qkv(x, weight, rope, heads, step_inputs, _ops, fp8_dtype=None):
+    """make_qkv() by FusedQKV. fp8_dtype: of its matmuls."""
+    return FusedQKV.apply(x, weight, *rope[:4], step_inputs.is_sequence_start, heads, fp8_dtype)
+
+
+def launch_qkv(packed, tables, num_rotating: int, heads, q, k, v=None, grad=None, grad_t=None):
+    """Launch qkv_kernel: packed (T, 2HK + HL) -> q, k. With grad: gradients q, k, v -> grad, and grad_t."""
+    num_tokens, width = packed.shape
+    H, K, _, P, key_offset, has_norm = heads
+    cos, sin, softmax_scale, is_start = tables
+    is_backward = grad is not None
+    num_slots = 2 * H
+    if is_backward:
+        num_slots = triton.cdiv(width, K)
+    fp8_scale = 0.0
+    if grad_t is not None:
+        fp8_scale = 448 / QKV_LIMIT
+    block = max(16, min(64, 8192 // K))  # a tile fits into the registers
+    v, grad, grad_t = (packed if x is None else x for x in (v, grad, grad_t))
+    qkv_kernel[triton.cdiv(num_tokens, block), num_slots](
+        packed, cos, sin, softmax_scale, is_start, q, k, v, grad, grad_t, num_tokens, width, H=H, K=K, P=P,
+        N=num_rotating, IS_BACKWARD=is_backward, FP8_SCALE=fp8_scale, EPS=RMS_EPS, HAS_NORM=has_norm,
+        HAS_OFFSET=key_offset, BLOCK=block, num_warps=8)
+
+
+def softcapped_cross_entropy(logits, targets, weights, softcap, grad_dtype, grad_scale: float = 1.0,
+                             use_kernel: bool = False):
+    """Losses (T,) of logits (T, V) and targets (T, n), and d loss / d logits / grad_scale (T, V). A target
+    of -1 is ignored. With one target of weight 1, and a softcap of cap <= 4 width, no entry of the gradient
+    exceeds 1 / grad_scale. Source: the fused kernel of 2026-01-16."""
+    if use_kernel:
+        losses = torch.empty_like(logits[:, 0], dtype=torch.float32)
+        grads = torch.empty_like(logits, dtype=grad_dtype)
+        cross_entropy_kernel[(logits.size(0),)](
+            logits, targets, weights, losses, grads, logits.size(1), NUM_TARGETS=targets.size(1),
+            CAP=softcap.cap, SHIFT=softcap.shift, WIDTH=softcap.width, GRAD_SCALE=grad_scale,
+            IS_APPROXIMATE=logits.is_cuda and grad_dtype == E5M2, BLOCK=4096, num_warps=8)
+        return losses, grads
+    if logits.dtype == E4M3:
+        logits = logits.float()
+    capped = softcap(logits)  # (T, V)
+    log_probs = torch.log_softmax(capped, dim=-1)  # (T, V)
+    weights = weights.type_as(capped) * (targets >= 0)  # (T, n)
+    targets = targets.clamp(min=0)
+    losses = -(log_probs.gather(1, targets) * weights).sum(1)  # (T,)
+    if softcap.cap:
+        grad_scale = grad_scale * softcap.width
+    weights = weights / grad_scale
+    grads = log_probs.exp_().mul_(weights.sum(1, keepdim=True)).scatter_add_(1, targets, -weights)  # (T, V)
+    if softcap.cap:  # softcap derivative. 1/width is applied above
+        grads.mul_(torch.addcmul(capped, capped, capped, value=-1 / softcap.cap))
+    return losses, grads.to(grad_dtype)
+
+
+class FusedHeadLoss(torch.autograd.Function):
+    """head_loss() that computes its gradients in forward, by LOGITS_CHUNK tokens. FP8 needs normalized x."""
+
+    @staticmethod
+    def forward(ctx, use_kernel: bool, scales, x, weight, targets, target_weights, softcap):
+        """x (T, D), weight (V, D), targets (T, n), target_weights (n,) -> (). scales: for FP8 matmuls."""
+        dtype = grad_scale = None
+        grad_dtype = x.dtype
+        if scales:
+            dtype = E4M3
+            grad_dtype = E5M2
+            grad_scale = torch.full((), scales.grad, device=x.device)
+        else:
+            scales = HeadScales()
+        loss = grad_w = 0.0
+        grad_xs = []
+        w = quantize(weight.type_as(x), dtype, scales.weight)  # (V, D)
+        w_t = transpose(w, use_kernel)  # (D, V)
+        for x_chunk, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
+            chunk = quantize(x_chunk, dtype, scales.x)
+            logits = matmul(chunk, w, scales.logits_dtype or x.dtype, fast=True)  # (T, V)
+            losses, grads = softcapped_cross_entropy(logits, target, target_weights, softcap, grad_dtype,
+                                                     scales.grad, use_kernel)
+            grads = Scaled(grads, grad_scale)
+            loss = loss + losses.sum()
+            grad_xs.append(matmul(grads, w_t, x.dtype))
+            grad_w = grad_w + matmul(transpose(grads, use_kernel), transpose(chunk, use_kernel),
+                                     at_least_fp32(x))  # (V, D)
+        ctx.save_for_backward(torch.cat(grad_xs), grad_w.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_w = ctx.saved_tensors
+        return None, None, grad_x * grad.type_as(grad_x), grad_w * grad.type_as(grad_w), None, None, None
+
+
+class FusedMLP(torch.autograd.Function):
+    """relu2_mlp() of normalized x, with scales in FP8. Sources: 2026-01-14, 2026-06-11, record 92."""
+
+    @staticmethod
+    def forward(ctx, x, up, down, hidden_scale, pre_grad_scale, use_kernel: bool):
+        """x (T, D), up and down (D, F) -> (T, D). hidden_scale (), pre_grad_scale (): of the hidden
+        activation, and of the gradient of x @ up, or None. Their gradients are the amax of these two."""
+        dtype = None
+        if hidden_scale is not None:
+            dtype = E4M3
+        scaled_x = quantize(x.contiguous(), dtype, 2.0 ** math.ceil(math.log2(x.size(1) ** 0.5 / 448)))
+        up = quantize(up, dtype)
+        down = quantize(down, dtype)
+        multiply = relu2_matmul
+        if use_kernel:
+            multiply = launch_relu2_matmul
+        hidden, hidden_t, hidden_amax = multiply(scaled_x, up, hidden_scale, x.dtype)  # (T, F), (F, T), ()
+        ctx.multiply = multiply
+        ctx.save_for_backward(*scaled_x, *up, *down, *hidden, hidden_t.values, hidden_amax, pre_grad_scale)
+        ctx.use_kernel = use_kernel
+        return matmul(hidden, down, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """grad (T, D) -> gradients of x (T, D), up and down (D, F), and two amax ()."""
+        *pairs, hidden_t, hidden_amax, pre_grad_scale = ctx.saved_tensors
+        x, up, down, hidden = [Scaled(*pair) for pair in zip(pairs[::2], pairs[1::2])]
+        dtype = None
+        if hidden.scale is not None:
+            dtype = E5M2
+        scaled_grad = quantize(grad.contiguous(), dtype, 2.0**-3)
+        pre, pre_t, pre_amax = ctx.multiply(scaled_grad, down, pre_grad_scale, grad.dtype, hidden)
+        grad_x = matmul(pre, up, grad.dtype)
+        grad_up = matmul(transpose(x, ctx.use_kernel), pre_t, grad.dtype)
+        grad_t = transpose(scaled_grad, ctx.use_kernel)
+        grad_down = matmul(grad_t, Scaled(hidden_t, hidden.scale), grad.dtype)
+        return grad_x, grad_up, grad_down, hidden_amax, pre_amax, None
+
+
+def fused_relu2_mlp(x, up, down, scales, use_kernel: bool = True, use_fp8: bool = False):
+    """relu2_mlp() by FusedMLP. use_fp8: FP8 matmuls with these scales."""
+    if not use_fp8:
+        scales = None, None
+    return FusedMLP.apply(x, up, down, *scales, use_kernel)
+
+
+def relu2_matmul(x: Scaled, w: Scaled, out_scale, dtype, hidden: Scaled | None = None):
+    """x (T, D), w (D, F) -> relu(x w)^2 (T, F). With hidden: (x w) * 2 sqrt(hidden). The second form is the
+    gradient of backward, if x is the gradient of the output and hidden is the first form's result. dtype: of
+    the product x w. Returns the result in the dtype of x, its transpose (F, T), and its amax ()."""
+    y = matmul(x, transpose(w), dtype, fast=hidden is None).float()
+    if hidden is None:
+        y = F.relu(y).square()
+    else:
+        y = y * 2 * (hidden.values.float() * hidden.scale).sqrt()
+    out = quantize(y, x.values.dtype, out_scale)
+    return out, transpose(out), y.abs().max()
+
+
+def launch_relu2_matmul(x: Scaled, w: Scaled, out_scale, _dtype, hidden: Scaled | None = None):
+    """relu2_matmul() by one kernel, which does not store x w."""
+    rows, inner = x.values.shape
+    columns = w.values.size(1)
+    depth = 128 // x.values.element_size()
+    is_fp8 = out_scale is not None
+    is_backward = hidden is not None
+    width = 128
+    num_stages = 3
+    if columns % 256 == 0 and depth > 32:  # four stages fit Hopper's memory
+        width = 256
+        num_stages = 4
+    assert rows % 128 == columns % width == inner % depth == 0, "the tiles do not divide the matrices"
+    out = x.values.new_empty(rows, columns)
+    out_t = scales = amax = saved = out  # of the arguments that are not used
+    weight = w.values
+    limit = 0.0
+    if is_backward:
+        saved = hidden.values
+    if is_fp8:
+        weight = transpose(w).values.T  # the layout of FP8 tensor cores
+        limit = torch.finfo(out.dtype).max
+        scale = x.scale * w.scale
+        if is_backward:
+            scale = scale * hidden.scale.sqrt()
+        out_t = out.new_empty(columns, rows)
+        scales = torch.stack((scale, 1 / out_scale))
+        amax = torch.zeros_like(scale)
+    relu2_matmul_kernel[columns // width, rows // 128](
+        x.values, weight, saved, out, out_t, scales, amax, rows, columns, inner, *weight.stride(),
+        IS_BACKWARD=is_backward, LIMIT=limit, BLOCK_M=128, BLOCK_N=width, BLOCK_K=depth, num_warps=8,
+        num_stages=num_stages)
+    if not is_fp8:
+        out_t = out.T
+        amax = None
+    return Scaled(out, out_scale), Scaled(out_t, out_scale), amax
+
+# ==== TRITON KERNELS =======================================================================================
+# Each program computes one tile or one row. Sums are in float32. Tests run them by Triton's interpreter.
+
+if triton is not None:
+    @triton.jit
+    def split_halves(x):
+        """x (T, K) -> first and second channel of each pair, (T, K/2) each."""
+        return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+    @triton.jit
+    def join_halves(first, second):
+        x = tl.permute(tl.join(first, second), (0, 2, 1))
+        return tl.reshape(x, (first.shape[0], 2 * first.shape[1]))
+
+    @triton.jit
+    def qkv_kernel(packed_ptr, cos_ptr, sin_ptr, softmax_scale_ptr, is_start_ptr, q_ptr, k_ptr, v_ptr,
+                   grad_ptr, grad_t_ptr, T, WIDTH, H: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+                   N: tl.constexpr, IS_BACKWARD: tl.constexpr, FP8_SCALE: tl.constexpr, EPS: tl.constexpr,
+                   HAS_NORM: tl.constexpr, HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr):
+        """One head of q or k for BLOCK tokens: norm, rotation, key offset. Only the first N pairs rotate. In
+        backward q, k and v are gradients, and the gradient of packed (T, WIDTH) is written. The last
+        programs copy that of v. If FP8_SCALE > 0, it is multiplied, and transposed. K is a power of 2."""
+        slot, tokens = tl.program_id(1), tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        HALF: tl.constexpr = K // 2
+        columns = tl.arange(0, K)
+        pairs = tl.arange(0, HALF)
+        inside = (tokens[:, None] < T) & (slot * K + columns[None, :] < WIDTH)
+        packed = tokens[:, None] * WIDTH + slot * K + columns[None, :]
+        if slot < 2 * H:
+            head, is_key = slot % H, slot >= H
+            x = tl.load(packed_ptr + packed, mask=inside, other=0.0).to(tl.float32)
+            inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / K + EPS) if HAS_NORM else 1.0
+            x *= inverse_rms
+            table = (tokens[:, None] * P + head % P) * HALF + pairs[None, :]
+            rotates = (tokens[:, None] < T) & (pairs[None, :] < N)
+            scale = tl.where(is_key, 1.0, tl.load(softmax_scale_ptr).to(tl.float32))
+            cos = tl.load(cos_ptr + table, mask=rotates, other=1.0).to(tl.float32) * scale
+            sin = tl.load(sin_ptr + table, mask=rotates, other=0.0).to(tl.float32) * scale
+
+            # Key offset: unrotated channels go to the next token. The first of a sequence also keeps them
+            stays = inside
+            if HAS_OFFSET:
+                is_moved = ((columns % HALF >= N) & is_key)[None, :]
+                is_start = tl.load(is_start_ptr + tokens, mask=tokens < T, other=0)[:, None] != 0
+                has_next = tl.load(is_start_ptr + tokens + 1, mask=tokens + 1 < T, other=1)[:, None] == 0
+                stays = inside & tl.where(is_moved, is_start, True)
+                moves = inside & tl.where(is_moved, has_next, False)
+            here = tokens[:, None] * (H * K) + head * K + columns[None, :]
+            out_ptr = q_ptr
+            if is_key:
+                out_ptr = k_ptr
+            if IS_BACKWARD:
+                grad = tl.load(out_ptr + here, mask=stays, other=0.0).to(tl.float32)
+                if HAS_OFFSET:
+                    grad += tl.load(out_ptr + here + H * K, mask=moves, other=0.0).to(tl.float32)
+                first, second = split_halves(grad)
+                grad = join_halves(first * cos - second * sin, second * cos + first * sin)
+                if HAS_NORM:
+                    grad = (grad - x * (tl.sum(grad * x, axis=1, keep_dims=True) / K)) * inverse_rms
+            else:
+                first, second = split_halves(x)
+                y = join_halves(first * cos + second * sin, second * cos - first * sin)
+                y = y.to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + here, y, mask=stays)
+                if HAS_OFFSET:
+                    tl.store(out_ptr + here + H * K, y, mask=moves)
+        else:
+            place = tokens[:, None] * (WIDTH - 2 * H * K) + (slot - 2 * H) * K + columns[None, :]
+            grad = tl.load(v_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        if IS_BACKWARD:
+            if FP8_SCALE > 0:
+                grad = tl.clamp(grad * FP8_SCALE, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+            grad = grad.to(grad_ptr.dtype.element_ty)
+            tl.store(grad_ptr + packed, grad, mask=inside)
+            if FP8_SCALE > 0:
+                columns_t = (slot * K + columns).to(tl.int64)
+                tl.store(grad_t_ptr + columns_t[:, None] * T + tokens[None, :], grad.T, mask=inside.T)
+
+    @triton.jit
+    def compute_tanh(x, IS_APPROXIMATE: tl.constexpr):
+        """tanh of float32 x. NVIDIA GPUs have an instruction with an error of 2^-11."""
+        if IS_APPROXIMATE:
+            return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32,
+                                             is_pure=True, pack=1)
+        else:
+            return 1 - 2 / (1 + tl.exp(2 * x))
+
+    @triton.jit
+    def cross_entropy_kernel(logits_ptr, targets_ptr, weights_ptr, losses_ptr, grads_ptr, V,
+                             NUM_TARGETS: tl.constexpr, CAP: tl.constexpr, SHIFT: tl.constexpr,
+                             WIDTH: tl.constexpr, GRAD_SCALE: tl.constexpr, IS_APPROXIMATE: tl.constexpr,
+                             BLOCK: tl.constexpr):
+        """Loss of one token and d loss / d logits. Capped logits are 0 to CAP, so softmax needs no maximum.
+        With t = tanh((logit + SHIFT) / (2 WIDTH)) the capped logit is CAP / 2 (1 + t), and its derivative is
+        CAP / (4 WIDTH) (1 - t^2). The gradients of the targets are corrected at the end."""
+        row = tl.program_id(0).to(tl.int64)
+        logits_ptr += row * V
+        grads_ptr += row * V
+        targets_ptr += row * NUM_TARGETS
+        LOG2E: tl.constexpr = 1.4426950408889634
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, V, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            logits = tl.load(logits_ptr + at, mask=at < V, other=0.0,
+                             eviction_policy="evict_last").to(tl.float32)  # the loop below reads them again
+            t = compute_tanh((logits + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
+            total += tl.where(at < V, tl.exp2((t - 1) * (CAP / 2 * LOG2E)), 0.0)
+        log_total = tl.log2(tl.sum(total, axis=0))  # log2 of sum exp(capped - CAP)
+        loss = log_total * 0.0
+        all_weights = log_total * 0.0
+        for i in tl.static_range(NUM_TARGETS):
+            target = tl.load(targets_ptr + i)
+            weight = tl.where(target >= 0, tl.load(weights_ptr + i), 0.0)
+            logit = tl.load(logits_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
+            t_target = compute_tanh((logit + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
+            loss += weight * (log_total / LOG2E - (t_target - 1) * (CAP / 2))
+            all_weights += weight
+        tl.store(losses_ptr + row, loss)
+        factor = CAP / (4 * WIDTH) / GRAD_SCALE
+        for start in range(0, V, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            logits = tl.load(logits_ptr + at, mask=at < V, other=0.0,
+                             eviction_policy="evict_first").to(tl.float32)
+            t = compute_tanh((logits + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
+            grad = all_weights * factor * (1 - t * t) * tl.exp2((t - 1) * (CAP / 2 * LOG2E) - log_total)
+            tl.store(grads_ptr + at, grad.to(grads_ptr.dtype.element_ty), mask=at < V)
+        tl.debug_barrier()  # the stores above come first
+        for i in tl.static_range(NUM_TARGETS):
+            target = tl.load(targets_ptr + i)
+            weight = log_total * 0.0
+            for j in tl.static_range(NUM_TARGETS):
+                weight += tl.where(tl.load(targets_ptr + j) == target, tl.load(weights_ptr + j), 0.0)
+            logit = tl.load(logits_ptr + target, mask=target >= 0, other=0.0).to(tl.float32)
+            t_target = compute_tanh((logit + SHIFT) * (0.5 / WIDTH), IS_APPROXIMATE)
+            target_grad = all_weights * tl.exp2((t_target - 1) * (CAP / 2 * LOG2E) - log_total) - weight
+            target_grad *= factor * (1 - t_target * t_target)
+            tl.store(grads_ptr + target, target_grad.to(grads_ptr.dtype.element_ty), mask=target >= 0)
+
+    @triton.jit
+    def row_sums_kernel(grad_ptr, order_ptr, starts_ptr, sums_ptr, WIDTH, BLOCK: tl.constexpr,
+                        READS: tl.constexpr):
+        """BLOCK channels of sums[i], the sum of rows order[starts[i] : starts[i + 1]] of grad (T, WIDTH)."""
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        end = tl.load(starts_ptr + row + 1)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(tl.load(starts_ptr + row), end, READS):
+            at = start + tl.arange(0, READS)
+            read = tl.load(order_ptr + at, mask=at < end, other=0)
+            tile = tl.load(grad_ptr + read[:, None] * WIDTH + columns, mask=at[:, None] < end, other=0.0)
+            total += tl.sum(tile.to(tl.float32), axis=0)
+        tl.store(sums_ptr + row * WIDTH + columns, total)
+
+    @triton.jit
+    def transpose_kernel(x_ptr, out_ptr, ROWS, COLUMNS, BLOCK: tl.constexpr):
+        rows = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = (rows[:, None] < ROWS) & (columns[None, :] < COLUMNS)
+        tile = tl.load(x_ptr + rows[:, None] * COLUMNS + columns[None, :], mask=inside)
+        tl.store(out_ptr + columns[:, None] * ROWS + rows[None, :], tile.T, mask=inside.T)
+
+    @triton.jit
+    def relu2_matmul_kernel(x_ptr, w_ptr, hidden_ptr, out_ptr, out_t_ptr, scales_ptr, amax_ptr, ROWS,
+                            COLUMNS, INNER, STRIDE_K, STRIDE_N, IS_BACKWARD: tl.constexpr,
+                            LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                            BLOCK_K: tl.constexpr):
+        """One tile of relu(X W)^2, or of X W * 2 sqrt(hidden) in backward. Tiles must divide the matrices.
+        If LIMIT > 0, X W is multiplied by scales[0], amax is updated, the result is multiplied by scales[1]
+        and clamped to LIMIT, and its transpose is stored, too. NaN stays NaN, and its amax is infinite. The
+        cache holds all of W, so tiles that run together share rows of X."""
+        rows = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        depth = tl.arange(0, BLOCK_K)
+        x_ptrs = x_ptr + rows[:, None] * INNER + depth[None, :]
+        w_ptrs = w_ptr + depth[:, None] * STRIDE_K + columns[None, :] * STRIDE_N
+        here = rows[:, None] * COLUMNS + columns[None, :]
+        if IS_BACKWARD and LIMIT > 0:  # before the loop, else Triton 3.6 computes the roots twice
+            hidden = tl.load(hidden_ptr + here)
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for _ in range(0, INNER, BLOCK_K):
+            total = tl.dot(tl.load(x_ptrs), tl.load(w_ptrs), total)
+            x_ptrs += BLOCK_K
+            w_ptrs += BLOCK_K * STRIDE_K
+        if LIMIT > 0:
+            total *= tl.load(scales_ptr)
+        if IS_BACKWARD:
+            if LIMIT == 0:
+                hidden = tl.load(hidden_ptr + here)
+            total *= 2 * tl.sqrt(hidden.to(tl.float32))
+        else:
+            total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            total *= total
+        if LIMIT > 0:
+            tl.atomic_max(amax_ptr, tl.max(tl.where(total == total, tl.abs(total), float("inf"))))
+            total = tl.maximum(total * tl.load(scales_ptr + 1), -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            total = tl.minimum(total, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        total = total.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + here, total)
+        if LIMIT > 0:
+            tl.store(out_t_ptr + columns.to(tl.int64)[:, None] * ROWS + rows[None, :], total.T)
+
+# ==== TABLES ===============================================================================================
+# The rows of value and n-gram embeddings are divided among the ranks. The data thread finds the distinct
+# rows that each rank reads in a micro-batch, and their order. Forward fetches them from their owners. What
+# the tokens read is a leaf of autograd. Its hook sums the gradients of equal rows, and sends them back. So
+# no row numbers are sent, and neither counts nor sums depend on the order of arrival.
+
+class RowPlan(typing.NamedTuple):
+    """The rows of a table that all ranks read in a micro-batch, as this rank sees them."""
+
+    places: Tensor  # (T,) of this rank's reads among the distinct rows that it reads
+    order: Tensor  # (T,) its reads in the order of their places
+    wanted: Tensor  # (n,) rows of this rank's part that ranks read, distinct for each reader, by reader
+    sent: tuple[int, ...]  # number of wanted rows by reader
+    received: tuple[int, ...]  # number of distinct rows that this rank reads, by owner
+
+
+def plan_rows(reads: list[np.ndarray], rank: int, num_rows: int):
+    """reads: the rows (T,) that each rank reads, of a table (num_rows, D)."""
+    size = -(-num_rows // len(reads))
+    distinct, places, order = find_distinct(reads[rank])
+    by_owner = np.split(distinct, np.searchsorted(distinct, size * np.arange(1, len(reads))))
+    wanted = []
+    for reader, rows in enumerate(reads):
+        owned = by_owner[rank]
+        if reader != rank:
+            owned, *_ = find_distinct(rows.compress(rows // size == rank))  # faster than rows[...]
+        wanted.append(owned)
+    wanted_rows = np.concatenate(wanted) - rank * size
+    return RowPlan(*map(torch.from_numpy, (places, order, wanted_rows)), tuple(map(len, wanted)),
+                   tuple(map(len, by_owner)))
+
+
+def find_distinct(rows):
+    """Returns (distinct rows in ascending order, place of each row among them, order that sorts `rows`)."""
+    keys = np.sort((rows.astype(np.int64) << 32) + np.arange(len(rows)))  # faster than argsort()
+    ordered = keys >> 32
+    order = keys & 0xFFFFFFFF
+    is_new = np.diff(ordered, prepend=-1) > 0
+    places = np.empty_like(keys)
+    places[order] = is_new.cumsum() - 1
+    return ordered.compress(is_new), places, order
+
+
+def add_plans(batch, tokens: list[np.ndarray], rank: int, cfg):
+    """Add the plans of the tables. tokens: the sequences (sequences, seq_len + 1) of each rank."""
+    inputs = [x[:, :-1].astype(np.int32).ravel() for x in tokens]
+    if any(spec.value_embed is not None for spec in cfg.layers):
+        batch = batch._replace(token_plan=plan_rows(inputs, rank, cfg.padded_vocab_size))
+    if not cfg.ngram_rows:
+        return batch
+    order = cfg.ngram_order
+    is_start = np.arange(len(inputs[0])) % (tokens[0].shape[1] - 1) == 0
+    rows = [np.concatenate(hash_ngrams(x, is_start, cfg.ngram_rows, order)) for x in inputs]
+    sign_rows = torch.from_numpy(np.stack(hash_signs(inputs[rank], is_start, order)))
+    return batch._replace(ngram_plan=plan_rows(rows, rank, cfg.ngram_rows), sign_rows=sign_rows)
+
+
+def make_ngram_table(cfg, rt):
+    """Zeros for this rank's rows of the n-gram embedding, if only rows with a gradient are updated."""
+    if not cfg.ngram_rows or not RULES[cfg.groups["ngram"].rule].row_state:
+        return None
+    num_rows = -(-cfg.ngram_rows // rt.world_size) + 1  # and one of padding
+    return torch.zeros(num_rows, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype), device=rt.device)
+
+
+class Table(Bucket):
+    """A table whose rows (R, D) are divided among the ranks. With a rule that has state per row, an update
+    visits only rows with a gradient. The last row of the shard is then padding. Source: record 92."""
+
+    ROWS_AT_ONCE = 2**17  # largest number of rows in one call of the update rule
+    CHECKED_ROWS = 128  # rows that all ranks compare
+
+    def store(self, cfg):
+        """The parameter becomes this rank's rows."""
+        ((name, param),) = self.params.items()
+        comm = self.comm
+        self.is_sparse = bool(self.rule.row_state)
+        self.num_rows = cfg.ngram_rows if name == "ngram" else len(param)
+        size = -(-self.num_rows // comm.world_size)
+        if name != "ngram" or not self.is_sparse:  # else GPT has only this rank's rows
+            param.data = param.data[comm.rank * size :][:size].clone()
+        self.values = self.shard = param.data
+        self.unit, self.first_row = param.shape[1:], comm.rank * size
+        param.owner = self
+        self.sum_rows = sum_rows  # or its kernel
+        self.is_compiled = False  # whether the update rule is
+        self.is_dry = False  # updates change nothing, for the warm-up
+        self.pieces: list[tuple[Tensor, Tensor]] = []  # rows (n,) and gradients (n, D)
+        self.arriving: list[tuple[RowPlan, Tensor, dist.Work | None]] = []
+        self.total = self.grad = None if self.is_sparse else torch.zeros_like(self.shard)
+
+    def start_reading(self, plan):
+        """Fetch the rows of a micro-batch. Returns a function that waits for them, and reads them."""
+        rows, work = self.comm.all_to_all(F.embedding(plan.wanted, self.shard), plan.sent, plan.received)
+
+        def read():
+            if work is not None:
+                work.wait()
+            leaf = F.embedding(plan.places, rows)  # (T, D)
+            if torch.is_grad_enabled():
+                leaf.requires_grad_().register_post_accumulate_grad_hook(functools.partial(self.add, plan))
+            return leaf
+        return read
+
+    def add(self, plan, leaf):
+        """Sum the gradients of equal rows, and send them to the owners of the rows."""
+        self.collect()  # of earlier micro-batches, so that memory is bounded
+        grad = self.sum_rows(leaf.grad, plan.places, plan.order, sum(plan.received))
+        leaf.grad = None
+        self.arriving.append((plan, *self.comm.all_to_all(grad, plan.received, plan.sent)))
+
+    def start_reduce(self):
+        """The hooks of the leaves have sent the gradients."""
+
+    def collect(self):
+        """Add the gradients that arrive, by micro-batch and sender."""
+        for plan, grad, work in self.arriving:
+            if work is not None:
+                work.wait()
+            self.pieces += zip(plan.wanted.split(plan.sent), grad.split(plan.sent))
+        self.arriving = []
+        if not self.is_sparse:
+            for rows, grad in self.pieces:
+                self.total[rows] += grad  # index_add_() is six times slower
+            self.pieces = []
+
+    def wait_for_gradient(self):
+        """Sum the gradients of equal rows. Other places of a row become padding: no size depends on data."""
+        self.collect()
+        if not self.is_sparse:
+            return
+        self.rows, self.grad = self.pieces[0]  # distinct rows
+        if len(self.pieces) > 1:
+            rows, grads = map(torch.cat, zip(*self.pieces))
+            ordered, order = rows.sort(stable=True)
+            first = torch.searchsorted(ordered, ordered)  # place of the first equal row
+            places = torch.empty_like(order).scatter_(0, order, first)
+            self.rows = torch.full_like(ordered, len(self.shard) - 1).scatter_(0, first, ordered)
+            self.grad = self.sum_rows(grads, places, order, len(rows))
+
+    def update(self):
+        """Update all rows, or those that have a finite gradient. Clear the gradients."""
+        if not self.is_sparse:
+            super().update()
+            return
+        for part, grad in self.split_rows():
+            new, state = self.read_rows(part)
+            self.update_rule(new, grad, state, self.args)  # changes them in place
+            if not self.is_dry:
+                self.shard[part] = new
+                for key, values in state.items():
+                    self.state[key][part] = values
+        self.clear()
+
+    def split_rows(self):
+        """Rows and gradients of an update in parts of equal size. For the compiler it is a power of 2: few
+        shapes compile."""
+        num_rows = size = len(self.rows)
+        if self.is_compiled:
+            size = 1 << (num_rows - 1).bit_length()
+        size = min(self.ROWS_AT_ONCE, size)
+        padding = -num_rows % size
+        rows = F.pad(self.rows, (0, padding), value=len(self.shard) - 1)
+        grad = F.pad(self.grad, (0, 0, 0, padding))
+        return zip(rows.split(size), grad.split(size))
+
+    def read_rows(self, rows):
+        """Copies of these rows (n, D) and of their state."""
+        return self.shard[rows], {key: tensor[rows] for key, tensor in self.state.items()}
+
+    def compute_update(self, update_rule: Callable):
+        if not self.is_sparse:
+            return super().compute_update(update_rule)
+        rows, grad = next(self.split_rows())
+        new, state = self.read_rows(rows)
+        update_rule(new, grad, state, self.args)
+        return {"values": new - self.shard[rows], **state}
+
+    def start_gather(self):
+        """Forward fetches the rows that it needs."""
+
+    def sum_bits(self):
+        """Checksum () of rows that every rank reads from their owners, int64."""
+        rows = np.linspace(0, self.num_rows - 1, self.CHECKED_ROWS).astype(np.int64)
+        plan = plan_rows([rows] * self.comm.world_size, self.comm.rank, self.num_rows)
+        read = self.start_reading(move_batch(plan, self.shard.device))
+        return read().view(torch.int16).sum(dtype=torch.int64)
+
+    def gather(self):
+        """The whole table (R, D), on the CPU."""
+        ((_, _, owned),) = self.owned()
+        return torch.cat(self.comm.gather_objects(self.shard[owned].cpu()))
+
+    def clear(self):
+        self.pieces = []
+        self.arriving = []
+        if self.is_sparse:
+            self.rows = self.grad = None  # they can be gigabytes
+        else:
+            self.total.zero_()
+
+    def owned(self):
+        num_rows = min(len(self.shard) - self.is_sparse, self.num_rows - self.first_row)
+        yield self.name, self.first_row, slice(0, max(0, num_rows))
+
+    def count_units(self, _name: str):
+        return self.num_rows
+
+
+def sum_rows(grad, places, _order, num_rows: int):
+    """Sum the gradients (T, D) of equal places (T,) -> (num_rows, D), in float32."""
+    wide = grad.to(at_least_fp32(grad))
+    return torch.ops.aten.embedding_dense_backward(wide, places, num_rows, -1, False).type_as(grad)
+
+
+def launch_row_sums(grad, places, order, num_rows: int):
+    """sum_rows() by one kernel without a sort, in a fixed order. order (T,) sorts the places."""
+    starts = torch.searchsorted(places[order], torch.arange(num_rows + 1, device=grad.device))
+    width = grad.size(1)
+    sums = grad.new_empty(num_rows, width)
+    block = min(128, width & -width)  # it divides the width
+    row_sums_kernel[num_rows, width // block](grad, order, starts, sums, width, block, 16, num_warps=1)
+    return sums
+
+# ############################## PART THREE: INFRASTRUCTURE #################################################
+
+# ==== DEVICE ===============================================================================================
+# The device, the process group, and rank 0's choices at startup, which the run stores as options.
+
+class RunError(Exception):
+    """A run that cannot continue. main() prints the message as one line and exits with `status`."""
+
+    def __init__(self, message: str, status: int = 1):
+        super().__init__(message)
+        self.status = status  # 1: failed, 2: bad input, 128 + n: stopped by signal n
+
+
+@contextmanager
+def file_errors():
+    """Turn an error of the file system, e.g. of a full disk, into a RunError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Device and choices of a process. The default is one CPU rank, float32, and the code of part one."""
+
+    device: torch.device = torch.device("cpu")
+    comm: Comm = dataclasses.field(default_factory=lambda: Comm())
+    dtype: torch.dtype = torch.float32  # of activations and of the orthogonalization
+    use_compile: bool = False
+    fast: frozenset[str] = frozenset()  # names in FORMS and FP8_FORMS that replace code of part one
+    peak_flops: float = 0.0  # measured FLOP/s of a large matmul. MFU is relative to this rate
+    notes: tuple[str, ...] = ()  # lines about the choices, printed once
+    started: float = dataclasses.field(default_factory=lambda: time.perf_counter())
+
+    @property
+    def world_size(self):
+        return self.comm.world_size
+
+    @property
+    def is_main(self):
+        return self.comm.rank == 0
+
+    def compile(self, fn):
+        """torch.compile fn if this run compiles. All shapes are static."""
+        if not self.use_compile:
+            return fn
+        torch._dynamo.config.recompile_limit = 64  # per code object: one for segments, one for update rules
+        return torch.compile(fn, dynamic=False)
+
+
+def env_int(name: str, default: int):
+    return int(os.environ.get(name, default))
+
+
+LAUNCHERS = {"srun": "SLURM_NTASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}  # and their number of processes
+
+
+def start_runtime(cfg):
+    """Select the device and join the process group of torchrun, if there is one."""
+    for launcher, variable in LAUNCHERS.items():
+        if env_int(variable, 1) > 1 and "RANK" not in os.environ:
+            raise RunError(f"{variable}={os.environ[variable]} without torchrun: each process would train "
+                           f"alone. Write {launcher} ... torchrun --nnodes=... (docs/nodes.md), or unset "
+                           f"{variable} for one process", 2)
+    use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    if cfg.device == "cuda" and not use_cuda:
+        raise RunError("--device=cuda, but PyTorch sees no CUDA device: use --device=cpu", 2)
+    rank, local_rank, world_size = env_int("RANK", 0), env_int("LOCAL_RANK", 0), env_int("WORLD_SIZE", 1)
+    check_world_size(cfg, world_size)
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        check_gpu(device)
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    if world_size == 1:
+        return Runtime(device)
+    dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None,
+                            timeout=LONG_TIMEOUT)
+    return Runtime(device, Comm(rank, world_size, dist.new_group(backend="gloo", timeout=LONG_TIMEOUT),
+                                dist.new_group(timeout=LONG_TIMEOUT)))
+
+
+def check_gpu(device):
+    """Raise RunError if this rank has no GPU, or if this PyTorch has no kernels for it."""
+    num_gpus = torch.cuda.device_count()
+    if device.index >= num_gpus:
+        raise RunError(f"{env_int('LOCAL_WORLD_SIZE', 1)} ranks on this machine, but PyTorch sees "
+                       f"{num_gpus} GPUs: start at most {num_gpus}", 2)
+    try:
+        torch.ones(1, device=device).add(1).item()
+    except RuntimeError as error:
+        major, minor = torch.cuda.get_device_capability(device)
+        raise RunError(
+            f"{torch.cuda.get_device_name(device)} has capability {major}.{minor}, and PyTorch "
+            f"{torch.__version__} was built for {', '.join(torch.cuda.get_arch_list())}: install another "
+            f"build of PyTorch (docs/trouble.md), or use --device=cpu ({str(error).splitlines()[0]})",
+            2) from None
+
+
+def choose_precision(cfg, rt):
+    """Choose dtype, compiler and fast forms by short trials. All ranks use rank 0's choices."""
+    print_phase("check of the fast forms", rt)
+    dtype, peak_flops, dtype_line = choose_dtype(cfg, rt.device)
+    use_compile = cfg.compile == "on" or (
+        cfg.compile == "auto" and rt.device.type == "cuda" and triton is not None
+        and torch.cuda.get_device_capability(rt.device) >= (7, 0))
+    rt = dataclasses.replace(rt, dtype=dtype, use_compile=use_compile)
+    fast, (fast_line, *lines) = choose_fast_forms(cfg, rt)
+    return dataclasses.replace(rt, **rt.comm.broadcast_object(dict(
+        dtype=dtype, use_compile=use_compile, fast=fast, peak_flops=peak_flops,
+        notes=(f"{dtype_line}, torch.compile {'on' if use_compile else 'off'}, {fast_line}", *lines))))
+
+
+def describe_choices(rt):
+    fp8 = rt.fast & {*FP8_FORMS}
+    return dict(dtype=str(rt.dtype)[6:], compile="on" if rt.use_compile else "off",
+                fast=sorted(rt.fast - fp8) or ["off"], fp8="on" if fp8 else "off")
+
+
+def clock(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def measure_matmul(device, dtype, size: int):
+    a = torch.randn(size, size, device=device).to(dtype)
+    timer = benchmark.Timer("a @ a", globals=dict(a=a), num_threads=torch.get_num_threads())
+    return 2 * size**3 / timer.timeit(6).median
+
+
+def supports_bfloat16(device):
+    """Whether the device supports bfloat16, fast or slow."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def choose_dtype(cfg, device):
+    """Choose the dtype of activations. Returns (dtype, FLOP/s of a large matmul, a line for the log)."""
+    is_cuda, has_bf16 = device.type == "cuda", supports_bfloat16(device)
+    if cfg.dtype == "bfloat16" and not has_bf16:
+        raise RunError("--dtype=bfloat16 needs a GPU of capability 8.0 (Ampere): use --dtype=auto", 2)
+    if not is_cuda:
+        # oneDNN multiplies float32 matrices in half of MKL's time on AMD. This setting makes PyTorch use it,
+        # but also allows rounding to bfloat16. It is reset if oneDNN rounds, as with AMX
+        setting = torch.backends.mkldnn.matmul
+        setting.fp32_precision = "bf16"
+        a = torch.full((256, 256), 1 + 2.0**-12)  # 1 in bfloat16
+        if (a @ a)[0, 0] == 256:
+            setting.fp32_precision = "ieee"
+        # PyTorch before 2.13 does not report the features of a processor
+        features = getattr(torch.cpu, "get_capabilities", dict)()
+        has_bf16 = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    chosen = "bfloat16" if has_bf16 else "float32"
+    dtype = getattr(torch, chosen if cfg.dtype == "auto" else cfg.dtype)
+    rate = measure_matmul(device, dtype, 8192 if is_cuda else 1024)
+    return dtype, rate, f"activations: {str(dtype)[6:]} (matmul: {rate / 1e12:.2f} TFLOP/s)"
+
+
+def read_peak_memory_mib(rt):
+    """Peak memory in MiB of training on a GPU, or of the whole process on a CPU."""
+    if rt.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(rt.device) >> 20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
+
+
+def record_event(device):
+    """An event behind the copies that have been started on a GPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def pin(tensor):
+    """The tensor in pinned memory. If the system has too little of it, as WSL2, the tensor itself."""
+    try:
+        return tensor.pin_memory()
+    except RuntimeError as error:
+        print_once(f"copies to and from the GPU are slow: pin_memory fails ({str(error).splitlines()[0]})")
+        return tensor
+
+
+@functools.cache
+def print_once(line: str):
+    print(line, flush=True)
+
+
+class Stop(AbstractContextManager):
+    """A request to stop, which all ranks follow after the same step, with several ranks one step later."""
+
+    def __init__(self, rt):
+        self.rt, self.work, self.flag = rt, None, torch.zeros(1, dtype=torch.int64)
+        self.requested = 0  # exit status that this rank asks for. 0: go on
+        self.is_immediate = False
+        self.old_handlers = {}
+
+    def catch_signals(self):
+        """Turn SIGINT, SIGTERM and SIGUSR1 into requests. On one rank the next signal acts as in Python.
+        Outside the main thread nothing is caught. A signal that is ignored stays ignored."""
+        def handle(signum: int, _frame):
+            self.requested = self.requested or 128 + signum
+            if self.is_immediate:
+                self.follow()
+            if self.rt.world_size == 1:  # a terminal and torchrun may both send a signal to several ranks
+                signal.signal(signum, self.old_handlers[signum])
+
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self.old_handlers[number] = signal.signal(number, handle)
+
+    def __exit__(self, *_):
+        for number, handler in self.old_handlers.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def at_once(self):
+        """A signal, also an earlier one that no exchange() has seen, ends this block: RunError."""
+        self.is_immediate = True
+        try:
+            self.follow()
+            yield
+        finally:
+            self.is_immediate = False
+
+    def follow(self):
+        if self.requested:
+            raise RunError(f"stopped by {signal.Signals(self.requested - 128).name}", self.requested)
+
+    def exchange(self):
+        """The exit status that any rank asks for, or 0. All ranks call it after each step."""
+        if self.rt.world_size == 1:
+            return self.requested
+        status = self.finish_exchange()
+        self.flag = torch.tensor([self.requested])
+        self.work = self.rt.comm.start_max(self.flag)
+        return status
+
+    def finish_exchange(self):
+        """Finish the last exchange(). Returns the exit status that any rank asks for, or 0."""
+        if self.rt.world_size == 1:
+            return self.requested
+        if self.work is not None:
+            self.work.wait()
+        return self.flag.item()
+
+
+@dataclass
+class TrainClock:
+    """Seconds of training. The clock stops inside paused(). read() does not synchronize the GPU."""
+
+    device: torch.device
+    seconds: float  # before `started`
+    started: float  # time of the last start, lap or end of a pause
+
+    def read(self):
+        return self.seconds + time.perf_counter() - self.started
+
+    def lap(self):
+        """Synchronize and return the exact seconds."""
+        now = clock(self.device)
+        self.seconds, self.started = self.seconds + now - self.started, now
+        return self.seconds
+
+    @contextmanager
+    def paused(self):
+        self.lap()
+        yield
+        self.started = clock(self.device)
+
+# ==== COMM =================================================================================================
+# torchrun ends all ranks when one dies. If one stalls, the timeout of a collective ends the waiting ranks.
+
+STEP_TIMEOUT = datetime.timedelta(minutes=2)  # of a collective in a step. The guard may compile in one
+LONG_TIMEOUT = datetime.timedelta(hours=1)  # for waits during compilation and file access
+
+
+@dataclass
+class Comm:
+    """Collectives of one rank. A separate group keeps all-gathers from queueing behind reduce-scatters."""
+
+    rank: int = 0
+    world_size: int = 1
+    gloo_group: dist.ProcessGroup | None = None  # on the CPU, for waits outside of training steps
+    all_gather_group: dist.ProcessGroup | None = None
+
+    def reduce_scatter(self, full):
+        """Sum this rank's shard (M/N, ...) of (M, ...) over ranks, in place. Returns work to wait for."""
+        return reduce_scatter_single(self.local_shard(full), full, async_op=True)
+
+    def all_gather(self, full, shard):
+        """Fill (M, ...) from the shards (M/N, ...) of all ranks. Returns work to wait for."""
+        return all_gather_single(full, shard, group=self.all_gather_group, async_op=True)
+
+    def all_to_all(self, sent, send_counts: Iterable[int], receive_counts: Iterable[int]):
+        """Send the next send_counts[i] rows to rank i. Returns the received rows, and work to wait for."""
+        if self.world_size == 1:
+            return sent, None
+        received = sent.new_empty(sum(receive_counts), *sent.shape[1:])
+        work = dist.all_to_all_single(received.view(torch.uint8), sent.contiguous().view(torch.uint8),
+                                      receive_counts, send_counts, async_op=True)
+        return received, work
+
+    def all_reduce(self, tensor, operation=dist.ReduceOp.SUM):
+        """Sum, or another operation, in place over ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, operation)
+        return tensor
+
+    def start_max(self, tensor):
+        """Start the maximum over ranks of a tensor on the CPU, in place."""
+        return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.gloo_group, async_op=True)
+
+    def local_shard(self, full):
+        """This rank's (M/N, ...) view of (M, ...)."""
+        return full.unflatten(0, (self.world_size, -1))[self.rank]
+
+    def broadcast(self, tensor):
+        if self.world_size > 1:
+            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # NCCL lacks int16
+
+    def broadcast_object(self, value):
+        """Return rank 0's plain Python object on every rank."""
+        return self.gather_objects(value)[0]
+
+    def gather_objects(self, value):
+        """List all ranks' plain Python objects in the order of ranks, on every rank."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self.gloo_group)
+        return values
+
+    def barrier(self):
+        self.gather_objects(None)
+
+    def set_timeout(self, timeout: datetime.timedelta):
+        for group in (dist.group.WORLD, self.all_gather_group) if self.world_size > 1 else ():
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+    def close(self):
+        """Leave the process groups at the end of a run. Only a group that nothing holds joins its threads. A
+        gloo thread that outlives Python's shutdown aborts the process, when it frees a tensor."""
+        self.gloo_group = None
+        self.all_gather_group = None
+        if self.world_size > 1:
+            dist.destroy_process_group()
+
+
+# PyTorch 2.13 renamed these two functions
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def share_problem(problem, rt):
+    """Raise RunError on all ranks if one of them has a problem."""
+    for found in filter(None, rt.comm.gather_objects(problem)):
+        raise RunError(found, 2)
+
+# ==== SHARD FILES ==========================================================================================
+# Token files: reading and checking. data/README.md describes the format.
+
+SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
+SHARD_REMEDY = "fetch or build it again, or change the options (data/README.md)"
+
+
+@dataclass(frozen=True)
+class Shard:
+    tokens: np.ndarray  # uint16, mapped from the file. No np.memmap, because its slices are slow
+    bounds: np.ndarray  # index of the first token of each document, and the number of tokens
+    bos: int
+    sha256: str
+
+    def usable_tokens(self, max_doc_len: int):
+        """Running sum over the documents of min(length, max_doc_len)."""
+        return np.minimum(np.diff(self.bounds), max_doc_len).cumsum()
+
+
+@file_errors()
+def read_shard_header(path: str):
+    """Read (number of tokens, vocabulary size, BOS) of a shard. RunError if header or size is wrong."""
+    header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
+    if len(header) * 4 < SHARD_HEADER_BYTES or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
+        raise RunError(f"{path} is not a token shard (magic {SHARD_MAGIC}, version {SHARD_VERSION}): "
+                       "convert text with python data/text.py PATH --out FOLDER", 2)
+    size, needed = os.path.getsize(path), SHARD_HEADER_BYTES + 2 * max(1, int(header[2]))
+    if size != needed:
+        raise RunError(f"{path} has {size} bytes, but needs {needed} by its header: {SHARD_REMEDY}", 2)
+    return int(header[2]), int(header[3]) or 50257, int(header[4]) or 50256
+
+
+@file_errors()
+def open_shard(path: str, vocab_size: int):
+    """Map and check a .bin shard. RunError names the file and the problem."""
+    num_tokens, shard_vocab, bos = read_shard_header(path)
+    tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=num_tokens)
+    bounds, problem = np.append(np.flatnonzero(tokens == bos), num_tokens), ""
+    sha256, listing = hashlib.sha256(tokens).hexdigest(), Path(path).with_name("corpus.json")
+    try:
+        listed = json.loads(listing.read_text()).get("sha256", {}) if listing.exists() else {}
+    except ValueError as error:
+        raise RunError(f"{listing} is damaged ({error}): {SHARD_REMEDY}", 2) from None
+    if shard_vocab != vocab_size:
+        problem = f"is for --vocab_size={shard_vocab}, but this run has --vocab_size={vocab_size}"
+    elif tokens.max() >= vocab_size:
+        problem = f"has token {tokens.max()}, but its vocabulary size is {vocab_size}"
+    elif len(bounds) == 1:
+        problem = f"has no BOS (token {bos})"
+    elif listed.get(os.path.basename(path), sha256) != sha256:
+        problem = f"does not fit the SHA-256 in {listing}, which data/text.py wrote"
+    if problem:
+        raise RunError(f"{path} {problem}: {SHARD_REMEDY}", 2)
+    return Shard(np.asarray(tokens), bounds, bos, sha256)
+
+
+def find_shards(pattern: str, field: str):
+    """List files of a glob pattern, or shards of a folder, sorted. A relative one means the current folder,
+    else the folder of this script. RunError says how to get them."""
+    paths = []
+    for folder in (Path(), Path(__file__).resolve().parent):
+        place = str(folder / pattern)
+        if os.path.isdir(place):
+            place = f"{glob.escape(place)}/{field.removesuffix('_files')}_*.bin"
+        paths = paths or sorted(glob.glob(place))
+    if not paths:
+        raise RunError(f"--{field}={pattern} matches no file: run python data/cached_fineweb10B.py for "
+                       "FineWeb (--vocab_size=50257), python data/text.py for the PyTorch source (257), "
+                       "python data/tiny_shakespeare.py (257), or python data/text.py PATH --out FOLDER for "
+                       "your own text (257)", 2)
+    return paths
+
+
+def scan_shards(cfg, shards: list[Shard]):
+    """Yield (index, shard) of the training shards, once per epoch. New ones are appended to shards."""
+    for index, path in list(enumerate(find_shards(cfg.train_files, "train_files"))) * cfg.epochs:
+        if index == len(shards):
+            shards.append(open_shard(path, cfg.vocab_size))
+        yield index, shards[index]
+
+
+def fit_steps(cfg):
+    """cfg with the numbers that follow from the training files: of steps, if num_iterations is 0, and of the
+    steps between validations, if it is -1. Reads only the headers of the files."""
+    if not cfg.num_iterations:
+        seq_len = max(stage.seq_len for stage in cfg.full_stages)
+        num_tokens = 0
+        for path in find_shards(cfg.train_files, "train_files"):
+            size, *_ = read_shard_header(path)
+            num_tokens += (size - 1) // seq_len * seq_len  # a sequence shares a token with the next
+        num_steps = cfg.epochs * num_tokens // max(stage.tokens_per_step for stage in cfg.full_stages)
+        cfg = dataclasses.replace(cfg, num_iterations=max(1, num_steps))
+    if cfg.val_loss_every < 0:
+        cfg = dataclasses.replace(cfg, val_loss_every=-(-cfg.num_iterations // 10))
+    return cfg
+
+
+def fingerprint(shards: Iterable[Shard]):
+    return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
+
+# ==== COMMAND LINE =========================================================================================
+# From a command line to a Config: preset, options, --without. To add a check, add a row to find_problems().
+
+def list_parts(cfg):
+    """{name: cfg without this part of the recipe}, for each part that --without can leave out."""
+    def change(place: str, where: str = "", **new):
+        """Change fields of layers or stages. where: only of layers with this attention."""
+        return tuple(dataclasses.replace(row, **new) if not where or where == row.attention else row
+                     for row in getattr(cfg, place))
+
+    def change_groups(**new):
+        return {name: new for name in cfg.groups}
+
+    parts: dict[str, dict] = {}
+    for field in dataclasses.fields(Config):
+        if "off" in field.metadata:
+            parts[field.name] = {field.name: field.metadata["off"]}
+    for place, kind in dict(layers=LayerSpec, stages=Stage).items():
+        for field in dataclasses.fields(kind):
+            if not field.default and not hasattr(cfg, field.name):
+                parts[field.name] = {place: change(place, **{field.name: field.default})}
+
+    # Parts that are more than one option's `off`, or one field of all layers or stages
+    rule, last = cfg.groups["matrix"].rule, cfg.stages[-1]
+    parts |= {
+        "muon": dict(matrix_rule="adamw", matrix_lr=0.0018, matrix_betas=(0.9, 0.95),
+                     matrix_weight_decay=0.1, mlp_lr_mul=(1.0, 1.0)),  # AdamW of record 2
+        "variance": dict(matrix_rule="muon" if rule == "anvil" else rule.removeprefix("nor")),
+        "polar_express": dict(orthogonalize="newton_schulz"),
+        "weight_decay": dict(groups=change_groups(weight_decay=0.0)),
+        "late_every": dict(groups=change_groups(late_every=0)),
+        "adam_odd_steps": dict(groups=change_groups(every=1)),
+        "row_adam": dict(groups=dict(ngram=dict(rule="adamw"))),
+        "untied_head": dict(tie_head=True, untie_frac=1.0, embed_std=(0.02, cfg.embed_std[1]),
+                            head_lr=0.0036),
+        "short_windows": dict(layers=change("layers", "short", attention="long")),
+        "window_warmup": dict(stages=change("stages", window_long=last.window_long,
+                                            window_short=last.window_short)),
+        "batch_warmup": dict(stages=change("stages", tokens_per_step=None, seq_len=None, lr_factor=1.0)),
+        "multi_token": dict(stages=change("stages", loss_weights=((1, 1),))),
+        "dropped_attention": dict(layers=change("layers", "none", attention="long")),
+        "dropped_mlp": dict(layers=change("layers", mlp=True)),
+    }
+    configs = {name: change_options(cfg, changes) for name, changes in parts.items()}
+    return {name: changed for name, changed in configs.items()
+            if changed != cfg and not any(is_wrong for is_wrong, _ in find_problems(changed))}
+
+
+GROUP_OPTIONS = {f"{group}_lr": (group, "lr") for group in TRACK_1_GROUPS} | {
+    f"matrix_{field}": ("matrix", field) for field in ("rule", "betas", "weight_decay")}
+get_types = functools.cache(typing.get_type_hints)
+
+
+def look_up(table, name):
+    if name not in table:
+        raise ValueError(f"unknown name {name!r}: choose among {', '.join(table)}")
+    return table[name]
+
+
+def convert(value, kind: type):
+    """Text of the command line, or a value of JSON -> an annotated type. ValueError and others: no fit."""
+    arguments, is_tuple = typing.get_args(kind), typing.get_origin(kind) is tuple
+    if isinstance(value, str) and kind is not str:
+        if kind is bool:
+            value = dict(on=True, true=True, off=False, false=False).get(value.lower(), value)
+        elif str in arguments:
+            value = value.split(",") if value else ()
+        elif kind is dict or arguments and dataclasses.is_dataclass(arguments[0]):
+            value = json.loads(Path(value).read_text() if value.endswith(".json") else value)
+        else:
+            with suppress(ValueError, SyntaxError):
+                value = ast.literal_eval(value or "()")
+    if is_tuple and isinstance(value, (list, tuple)):
+        kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        if len(kinds) != len(value):
+            raise ValueError(f"give {len(kinds)} values")
+        return tuple(map(convert, value, kinds))
+    if is_tuple and isinstance(value, dict):
+        return value
+    if arguments and not is_tuple:  # kind | None
+        return value if value is None else convert(value, arguments[0])
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        value = kind(**{name: convert(item, look_up(get_types(kind), name)) for name, item in value.items()})
+    if kind is int and type(value) is float and value % 1 == 0:  # 1e3
+        value = int(value)
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise ValueError(f"{value!r} is not of type {getattr(kind, '__name__', kind)}")
+    return value
+
+
+def change_options(cfg, values: dict):
+    """Set options to text, or to values as JSON has them. RunError if one is unknown or of another type."""
+    groups = dict(cfg.groups)
+    for name, value in sorted(values.items(), key=lambda item: item[0] == "layers"):  # after num_layers
+        rows = {}  # of groups
+        try:
+            if name == "groups":
+                rows = convert(value, dict)
+            elif name in GROUP_OPTIONS:
+                group, field = GROUP_OPTIONS[name]
+                rows = {group: {field: value}}
+            else:
+                kind = look_up(get_types(Config), name)
+                value = convert(value, kind)
+                if isinstance(value, dict):  # fields of all layers or stages
+                    kept = getattr(cfg, name) or build_layers(cfg.num_layers, cfg.layer_pattern)
+                    value = convert([{**vars(row), **value} for row in kept], kind)
+                cfg = dataclasses.replace(cfg, **{name: value})
+            for group, row in rows.items():
+                row = row if isinstance(row, dict) else vars(row)
+                groups[group] = convert({**vars(look_up(groups, group)), **row}, Group)
+        except (ValueError, TypeError, OSError) as error:
+            raise RunError(f"--{name}={str(value)[:100]}: {error}", 2) from None
+    if values.keys() & {"model_dim", "head_dim"} and "num_heads" not in values:
+        cfg = dataclasses.replace(cfg, num_heads=max(1, cfg.model_dim // cfg.head_dim))
+    return dataclasses.replace(cfg, groups=groups)
+
+
+def load_preset(name: str):
+    """A preset with its parents' values: of PRESETS, records/presets/NAME.json, or a .json file. The file is
+    a preset, or what --print_config or a run wrote, which keeps its preset's name."""
+    if name in PRESETS:
+        parent, _, changes = PRESETS[name]
+    else:
+        folders = Path(__file__).resolve().parent, Path.cwd()
+        places = [folder / "records/presets" / f"{name}.json" for folder in folders]
+        path = next(filter(Path.is_file, [*places, Path(name)]), None)
+        if path is None:
+            raise RunError(f"--preset={name} is not a preset: give {', '.join(PRESETS)}, a name in "
+                           "records/presets, or a .json file", 2)
+        try:
+            content = json.loads(path.read_text())
+            if "config" in content or "derived" in content:
+                cfg = config_from_dict(content.get("config", content))
+                return dataclasses.replace(cfg, record="", resume="", out=".")
+            parent, name = content.pop("parent"), path.stem
+            changes = content.get("options", content)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{path} is no result, and no preset, as {{\"parent\": \"laptop\", "
+                           f"\"num_layers\": 6}}: {error!r}", 2) from None
+    return change_options(load_preset(parent) if parent else Config(), {**changes, "preset": name})
+
+
+def choose_preset(name: str, device: str | None):
+    """The preset that auto means on this device."""
+    if name != "auto":
+        return name
+    return "track_1" if device != "cpu" and torch.cuda.is_available() else "laptop"
+
+
+def make_config(values: dict):
+    """The config of values["preset"] with the other values and --without. RunError if they contradict."""
+    options = {key: value for key, value in values.items() if key != "preset"}
+    name = choose_preset(values.get("preset", "auto"), values.get("device"))
+    cfg = change_options(load_preset(name), options)
+    if not cfg.layers:
+        cfg = dataclasses.replace(cfg, layers=build_layers(cfg.num_layers, cfg.layer_pattern))
+    if "without" in options:
+        known = {}
+        for part in sorted(cfg.without):  # in frontier mudd_out before the value_embed that it reads
+            parts = list_parts(cfg)
+            known |= parts
+            if part not in known:
+                raise RunError(f"--without={part[:100]}: this recipe can leave out {', '.join(known)}", 2)
+            cfg = parts.get(part, cfg)  # gone with an earlier part, as variance with muon
+        if {*cfg.without} & {*list_parts(cfg)}:
+            raise RunError(f"--without={','.join(cfg.without)}: one of these parts brings another back", 2)
+        cfg = change_options(cfg, {key: value for key, value in options.items()  # given options win
+                                   if key not in ("layers", "stages")})
+    check(cfg)
+    return cfg
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._negative_number_matcher = re.compile(r"-[.\d]")  # by default -1e-3 is an option
+
+    def error(self, message: str):
+        raise RunError(message, 2)
+
+
+def parse_argv(argv: list[str]):
+    """Split a command line into {option: text}. '-' and '_' are equivalent in names."""
+    argv = [re.sub("^--[^=]*", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in argv]
+    first = Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default="auto")
+    first.add_argument("--device")
+    given = first.parse_known_args(argv)[0]
+    cfg = load_preset(choose_preset(given.preset, given.device))
+
+    parser = Parser("train_gpt.py", "%(prog)s [--option=value ...]    (or torchrun ..., or ./run.sh)",
+                    f"Presets: {', '.join(PRESETS)}, and records/presets. Defaults of {cfg.preset}:",
+                    argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    parser.add_argument("--print_config", action="store_true",
+                        help="the config as JSON. Needs no device, and data only for num_iterations=0")
+    options = {name: row for name, row in list_values(cfg).items()
+               if hasattr(cfg, name) or name in GROUP_OPTIONS}
+    for name, (field, default) in options.items():
+        text = field.metadata["help"]
+        if name not in ("layers", "stages", "groups"):
+            text += f" [{default}]"
+        if "int" in field.type or "float" in field.type:
+            text += f", {field.metadata['low']} to {field.metadata['high']}"
+        kind = re.sub(r"tuple\[[a-z].*", "a,b", field.type)  # not of rows, which are JSON
+        parser.add_argument(f"--{name}", help=text, metavar="|".join(field.metadata["choices"]) or kind)
+    values, unknown = parser.parse_known_args(argv)
+    if unknown:
+        names = [*options, *PRESETS]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), names, n=1)
+        hint = f"did you mean --{'preset=' * (near[0] in PRESETS)}{near[0]}? " if near else ""
+        raise RunError(f"{unknown[0][:100]} is not an option: {hint}docs/from_nanogpt.md translates others, "
+                       "such as --learning_rate to --matrix_lr", 2)
+    return vars(values)
+
+
+def list_values(cfg):
+    """{name: (field, value)} of all options and of all fields of groups."""
+    owners = {"": cfg} | {f"{name}_": group for name, group in cfg.groups.items()}
+    return {prefix + field.name: (field, getattr(owner, field.name))
+            for prefix, owner in owners.items() for field in dataclasses.fields(owner)}
+
+
+def check(cfg):
+    """Raise RunError for the first option that is out of range, and for the first contradiction. Fields of
+    layers and stages are checked by find_problems()."""
+    for name, (field, value) in list_values(cfg).items():
+        low, high, choices = (field.metadata[key] for key in ("low", "high", "choices"))
+        items = value if isinstance(value, tuple) else (value,)
+        if choices and not set(items) <= set(choices):
+            raise RunError(f"--{name}={value}: choose among {', '.join(choices)}", 2)
+        if not all(low <= item <= high for item in items if isinstance(item, (int, float))):
+            raise RunError(f"--{name}={value} is not in the range {low} to {high}", 2)
+    for is_wrong, line in find_problems(cfg):
+        if is_wrong:
+            raise RunError(line, 2)
+
+
+def find_problems(cfg):
+    """Yield (condition, error line). A condition may rely on the ones before it."""
+    yield not cfg.stages, "--stages is empty: give at least one"
+    units = dict(head_dim=4, short_qk_dim=4, value_gate_dim=2, val_seq_len=BLOCK, val_tokens="val_seq_len",
+                 num_heads="qk_group_heads", model_dim="mudd_groups")
+    for name, unit in units.items():
+        number = getattr(cfg, str(unit), unit) or 1
+        yield (getattr(cfg, name) % number != 0,
+               f"--{name}={getattr(cfg, name)} is not a multiple of {unit}{f'={number}' * (unit != number)}")
+    width, longest = cfg.num_heads * cfg.head_dim, cfg.micro_batch_tokens
+    yield cfg.attention_gate_dim > width, f"--attention_gate_dim={cfg.attention_gate_dim} exceeds {width}"
+    yield cfg.model_dim != width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {width}"
+    for name, group in cfg.groups.items():
+        rules = [key for key, rule in RULES.items() if not (
+            rule.row_state and name != "ngram" or rule.whole_matrix and name != "matrix")]
+        yield group.rule not in rules, f"--{name}_rule={group.rule}: choose among {', '.join(rules)}"
+    keeps_norm, has_zeros = RULES[cfg.groups["matrix"].rule].keeps_norm, cfg.zero_init != "off"
+    yield (keeps_norm and has_zeros and not cfg.has_output_gain,
+           "this --matrix_rule keeps the norm of every matrix: give --gains=output or --zero_init=off")
+    for name in (cfg.track, cfg.record or "none"):
+        yield not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name), (
+            f"--record or --track={name[:100]}: at most 100 lower-case letters, digits, '_', '-' and '.'")
+    forms = ["auto", "off", *FORMS]
+    yield not set(cfg.fast) <= set(forms), f"--fast={','.join(cfg.fast)}: choose among {', '.join(forms)}"
+    for stage in cfg.full_stages:
+        yield (min(stage.window_long, stage.window_short, stage.lr_factor) < 0 or stage.duration <= 0,
+               f"--stages: durations must be above 0, windows and lr_factor at least 0: {stage}")
+        yield (not 0 < stage.seq_len <= min(longest, stage.tokens_per_step) or stage.seq_len % BLOCK != 0
+               or stage.tokens_per_step % stage.seq_len != 0,
+               f"seq_len={stage.seq_len}: give a multiple of {BLOCK} that divides tokens_per_step="
+               f"{stage.tokens_per_step}, at most --micro_batch_tokens={longest}")
+    table_bytes = cfg.ngram_rows * cfg.model_dim * getattr(torch, cfg.embed_dtype).itemsize
+    yield (cfg.guard and table_bytes > 2 * 10**9,
+           f"--guard=on copies the n-gram table, which has {table_bytes / 1e9:.1f} GB: give --guard=off")
+    least_rows = 2 * (cfg.ngram_order - 1)  # two for each length
+    yield 0 < cfg.ngram_rows < least_rows, f"--ngram_rows={cfg.ngram_rows}: give 0, or at least {least_rows}"
+    yield len(cfg.val_windows) not in (0, 2), f"--val_windows={cfg.val_windows}: give long,short"
+    yield (not cfg.num_iterations and cfg.sequence_start != "anywhere",
+           "--num_iterations=0 needs --sequence_start=anywhere, which reads all tokens of a file")
+    yield (cfg.extension_steps and (cfg.extension_steps >= cfg.num_iterations or len(cfg.stages) == 1),
+           f"--extension_steps={cfg.extension_steps}: give less than --num_iterations, and two stages")
+    yield (len(cfg.layers) != cfg.num_layers,
+           f"--layers has {len(cfg.layers)} rows, but --num_layers={cfg.num_layers}")
+    for i, layer in enumerate(cfg.layers):
+        known = {"x_in", *(f"h{j}" for j in range(i)), *(f"ve{other.value_embed}" for other in cfg.layers)}
+        yield (layer.attention not in ("long", "short", "none") or not layer.inputs() <= known
+               or layer.gates_from not in (None, *range(i + 1)),
+               f"--layers: layer {i} has an unknown attention or input: {layer}")
+        yield ("attn_in" in layer.mudd_out and layer.attention == "none",
+               f"--layers: layer {i} has attn_in in mudd_out, but no attention")
+        yield (not layer.mlp and (layer.second_mlp or "mlp_in" in layer.mudd_out),
+               f"--layers: layer {i} has second_mlp, or mlp_in in mudd_out, but no mlp")
+        yield (layer.paired and cfg.num_heads % 2 != 0,
+               f"--layers: layer {i} is paired, but --num_heads={cfg.num_heads} is odd")
+        yield (layer.v_dim is not None and not 0 < layer.v_dim <= cfg.head_dim,
+               f"--layers: layer {i} has v_dim={layer.v_dim}: give 1 to --head_dim={cfg.head_dim}")
+
+
+def check_world_size(cfg, world_size: int):
+    """Raise RunError if ranks cannot share a step. Returns divide_step() of the last stage."""
+    for stage in cfg.full_stages:
+        num_sequences = stage.tokens_per_step // stage.seq_len
+        if num_sequences % world_size:
+            raise RunError(f"--tokens_per_step={stage.tokens_per_step}: {world_size} ranks cannot share "
+                           f"{num_sequences} sequences", 2)
+    return divide_step(cfg, world_size, stage)
+
+
+def derived_numbers(cfg, world_size: int):
+    """Numbers that follow from the config, for --print_config and the run record."""
+    num_micro_batches, sequences = check_world_size(cfg, world_size)
+    with torch.device("meta"):
+        model = GPT(cfg)
+        num_params = sum(p.numel() for name, p in model.named_parameters()
+                         if name != "embed" or not cfg.tie_head or cfg.untie_frac < 1)
+    schedule = Schedule(cfg)
+    return dict(num_params=num_params, flops_per_token=count_flops(cfg, model, schedule),
+                grad_accum_steps=num_micro_batches, ranks=world_size,
+                tokens_per_rank=cfg.tokens_per_step // world_size,
+                tokens_per_micro_batch=sequences * cfg.full_stages[-1].seq_len,
+                padded_vocab_size=cfg.padded_vocab_size, train_tokens=schedule.count_tokens(),
+                scheduled_steps=schedule.scheduled_steps,
+                stage_ends=[end for _, _, end in schedule.stage_ranges()])
+
+
+def count_flops(cfg, model, schedule):
+    """FLOPs of forward and backward per training token: 6 per matmul weight, and 6 per channel and key."""
+    weights = sum(param.numel() for param in model.parameters() if param.spec.kind)
+    flops = 0
+    for stage, start, end in schedule.stage_ranges():
+        longest = stage.seq_len
+        if cfg.sequence_start == "document":
+            longest = min(longest, stage.max_doc_len)
+        per_token = weights + cfg.model_dim * (stage.num_classes or cfg.padded_vocab_size)
+        for block in model.blocks:
+            if block.attention is not None:
+                H, K, L, *_ = block.attention.heads
+                per_token += H * (K + L) * min(longest, getattr(stage, f"window_{block.spec.attention}"))
+        flops += 6 * per_token * stage.tokens_per_step * (end - start)
+    return round(flops / schedule.count_tokens())
+
+
+def plain_dict(cfg):
+    return json.loads(json.dumps(vars(cfg), default=vars))
+
+
+def config_from_dict(values: dict):
+    return change_options(Config(), {name: value for name, value in values.items() if name != "derived"})
+
+# ==== RUN RECORD ===========================================================================================
+# The identity of a run, and its files: script, and, named by the unique run_id, log, result (json) and
+# events. Only rank 0 writes. records/README.md describes the formats.
+
+NOT_IN_KEY = ("out", "resume", "checkpoint_every", "telemetry_every", "tracker")  # no weight, loss or time
+
+
+def make_key(run: dict, *ignored: str):
+    """The identity of a run: script, config as it was asked for, data, and the checkpoint it began with.
+    run: the description or result of a run. ignored: further options that may differ."""
+    config = {name: value for name, value in run["config"].items()
+              if name not in ("derived", *NOT_IN_KEY, *ignored)}
+    facts = (run["script_sha256"], run["corpus_fingerprint"], run["resumed_from"], config)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def describe_run(cfg, rt, argv: list[str], train_shards: list[Shard], val_shards: list[Shard]):
+    """Metadata of a run, made at its start. RunError if the ranks have other scripts, options or data."""
+    started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    shards = [*train_shards, *val_shards]
+    if len({shard.bos for shard in shards}) > 1:
+        raise RunError(f"the shards of --train_files={cfg.train_files} and --val_files={cfg.val_files} have "
+                       f"other BOS tokens: {sorted({shard.bos for shard in shards})}", 2)
+    if {shard.sha256 for shard in train_shards} & {shard.sha256 for shard in val_shards}:
+        raise RunError(f"a shard of --val_files={cfg.val_files} is in --train_files={cfg.train_files}", 2)
+    run = dict(run_id=f"{started}_seed{cfg.seed}_{os.urandom(4).hex()}",
+               script_sha256=hashlib.sha256(SCRIPT).hexdigest(), corpus_fingerprint=fingerprint(shards),
+               git_commit=find_commit(), argv=argv, **describe_machine(rt),
+               config={**plain_dict(cfg), "derived": derived_numbers(cfg, rt.world_size)}, resumed_from="")
+    if cfg.resume not in ("", "auto"):
+        run["resumed_from"] = read_metadata(Path(cfg.resume))["run_id"] + "/" + Path(cfg.resume).name
+    run["key"] = make_key(run)
+    first = rt.comm.broadcast_object(run)
+    share_problem(f"rank {rt.comm.rank} has another script, config or data than rank 0"
+                  if first["key"] != run["key"] else "", rt)
+    share_problem(find_conflict(cfg, first) if rt.is_main else "", rt)
+    return first
+
+
+def find_commit():
+    """HEAD commit of the script's repository, with -dirty if a tracked file differs. "" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with suppress(OSError):  # git is not installed
+        folder = Path(__file__).resolve().parent
+        return subprocess.run(command, capture_output=True, text=True, cwd=folder).stdout.strip()
+    return ""
+
+
+def describe_machine(rt):
+    """Versions and hardware."""
+    versions = dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
+                    numpy=np.__version__)
+    hardware = dict(device=rt.device.type, ranks=rt.world_size,
+                    threads=torch.get_num_threads(), cpu=platform.machine(),
+                    simd=torch.backends.cpu.get_cpu_capability())
+    with suppress(OSError):
+        for name in re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+            hardware["cpu"] = name
+    if rt.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(rt.device)
+        hardware.update(gpu=properties.name, gpu_memory_mib=properties.total_memory >> 20)
+    return dict(versions=versions, hardware=hardware)
+
+
+def print0(text, rt):
+    """Print and flush a line on rank 0, above the progress bar."""
+    if rt.is_main:
+        try:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+        except OSError:  # nobody reads it any more
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, sys.stdout.fileno())
+            os.close(devnull)
+
+
+def print_phase(name, rt):
+    if rt.device.type == "cuda":
+        print0(f"{time.perf_counter() - rt.started:.0f} s: {name}", rt)
+
+
+def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]):
+    """Write bytes, or call data(file), under a temporary name. Then sync and rename the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "wb") as file:
+            data(file) if callable(data) else file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except RuntimeError as error:  # torch.save() hides the OSError of e.g. a full disk
+        raise error.__context__ or error from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def find_result_folder(cfg):
+    """Folder of the results of this run. A record's folder name has the date of its first result."""
+    if not cfg.record:
+        return Path(cfg.out, "logs")
+    root = Path(cfg.out, "records", cfg.track)
+    existing = sorted(root.glob(f"????-??-??_{glob.escape(cfg.record)}"))
+    return existing[0] if existing else root / f"{time.strftime('%Y-%m-%d', time.gmtime())}_{cfg.record}"
+
+
+@file_errors()
+def find_conflict(cfg, run: dict):
+    """The reason why this run's folders or record's results do not fit it, or ""."""
+    results = find_result_folder(cfg)
+    for folder in (Path(cfg.out, "logs"), results.parent, Path(cfg.out, "checkpoints")):
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(f"{folder}/.", os.W_OK):
+            return f"--out={cfg.out}: {folder} is no folder that can be written"
+    for path in sorted(results.glob("[0-9]*_seed*.json"))[-1:] if cfg.record else ():
+        result = json.loads(path.read_text())
+        has_key = "key" in result and make_key(result, "seed") == make_key(run, "seed")
+        if not has_key or result["hardware"] != run["hardware"]:
+            return (f"--record={cfg.record} has a result of another script, config, data or hardware "
+                    f"({path}): choose another name")
+    return ""
+
+
+def measure_run(trainer, run: dict):
+    """Speed and memory of a finished run, for its result."""
+    rt, progress = trainer.rt, trainer.progress
+    tokens_per_s = progress.tokens / progress.train_time
+    flops = tokens_per_s * run["config"]["derived"]["flops_per_token"]
+    return dict(
+        train_time_ms=round(progress.train_time * 1000), tokens_per_s=round(tokens_per_s),
+        mfu=round(flops / (rt.peak_flops * rt.world_size), 4),
+        peak_memory_mib=read_peak_memory_mib(rt),
+        resumed_at=progress.resumed_at, guard_actions=progress.num_actions)
+
+
+class RunLog:
+    """Log lines, events, progress and result of a run. Without a terminal there are 20 progress lines."""
+
+    LOSSES_AT_ONCE = 20  # losses that a GPU keeps before it hands them over, and in the printed mean
+
+    def __init__(self, cfg, rt, run: dict, saved: dict, progress):
+        """run: description of this run. saved: metadata of the checkpoint from which it continues, or {}."""
+        self.cfg, self.rt, self.run, self.progress = cfg, rt, run, progress
+        self.bar = self.tracker = None
+        self.files = {}  # by suffix, open from __enter__() on
+        self.val_points = list(saved.get("val_points", ()))  # [step, loss, milliseconds]
+        self.train_points = list(saved.get("train_points", ()))  # [step, loss], the mean of all ranks
+        self.waiting = []  # (step, loss of this rank, seconds on the clock)
+
+    @file_errors()
+    def __enter__(self):
+        suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard else (".txt",)
+        for suffix in suffixes if self.rt.is_main else ():
+            path = Path(self.cfg.out, "logs", self.run["run_id"] + suffix)
+            self.files[suffix] = open(path, "ab", buffering=0)
+        if self.files and not self.files[".txt"].tell():
+            self.write(".txt", f"{json.dumps(self.run)}\n{'=' * 100}")
+        if self.rt.is_main and self.cfg.tracker != "off":
+            name = self.cfg.tracker  # trackio and wandb have one interface
+            try:
+                self.tracker = importlib.import_module(name)
+            except ImportError as error:
+                raise RunError(f"--tracker={name} needs its package ({error}): pip install {name}",
+                               2) from None
+            self.call_tracker("init", project="train_gpt", name=self.run["run_id"],
+                              config=self.run["config"])
+        return self
+
+    def call_tracker(self, function: str, *args, **options):
+        """Call the tracker, if there is one. If it raises, the run goes on without it, with a line."""
+        if self.tracker is None:
+            return
+        try:
+            getattr(self.tracker, function)(*args, **options)
+        except Exception as error:  # e.g. of its network
+            self.tracker = None
+            self.print(f"--tracker={self.cfg.tracker} is off: {function}() raises {error!r}"[:200])
+
+    def __exit__(self, _kind, error, _trace):
+        if self.bar is not None:
+            self.bar.close()
+        self.call_tracker("finish")
+        if isinstance(error, RunError):
+            self.write(".txt", str(error))
+        elif isinstance(error, Exception):
+            error.add_note(self.describe_escape())
+        for file in self.files.values():
+            file.close()
+
+    def describe_escape(self):
+        """What to try after an unexpected error. It becomes the last line of its traceback."""
+        ways = []
+        if self.rt.fast:
+            ways.append(f"--fast=off (this run has {', '.join(sorted(self.rt.fast))})")
+        if self.rt.use_compile:
+            ways.append("--compile=off, or an empty folder TORCHINDUCTOR_CACHE_DIR")
+        if not ways:
+            return ""
+        return f"train_gpt.py: if the cause is not an edit of your own, try {' and '.join(ways)}"
+
+    def write(self, suffix: str, line: str):
+        with suppress(KeyError, OSError):  # a full disk does not end a run
+            self.files[suffix].write(f"{line}\n".encode())
+
+    def print(self, text: str):
+        self.write(".txt", text)
+        print0(text, self.rt)
+
+    def write_event(self, event: str, step: int, **entries):
+        if self.cfg.tracker != "off":
+            self.flush_losses()  # trackers drop steps before the last one
+        self.write(".jsonl", json.dumps(dict(event=event, step=step, **entries)))
+        self.call_tracker("log", {event: entries}, step=step)
+
+    def print_start(self, *lines: str):
+        """Print sizes, choices and further lines, and begin to show progress."""
+        cfg, derived = self.cfg, self.run["config"]["derived"]
+        line = (f"preset {cfg.preset}: {derived['num_params'] / 1e6:.2f} M parameters, "
+                f"{self.rt.world_size} x {self.rt.device.type}, "
+                f"{derived['train_tokens'] / 1e6:.2f} M training tokens")
+        for text in filter(None, (line, *self.rt.notes, *lines)):
+            self.print(text)
+        if sys.stderr.isatty() and self.rt.is_main:
+            self.bar = tqdm(total=cfg.num_iterations, initial=self.progress.step, unit="step",
+                            mininterval=0.5, dynamic_ncols=True)
+
+    def log_validation(self, val_loss: float, seconds: float):
+        """Log a validation at this number of seconds on the clock."""
+        step, num_iterations, time_ms = self.progress.step, self.cfg.num_iterations, 1000 * seconds
+        self.val_points.append([step, val_loss, round(time_ms)])
+        self.write_event("validation", step, val_loss=val_loss, train_time_ms=round(time_ms))
+        self.print(f"step:{step}/{num_iterations} val_loss:{val_loss:.4f} train_time:{time_ms:.0f}ms "
+                   f"step_avg:{time_ms / max(step, 1):.2f}ms")
+        self.check_loss("validation", step, val_loss)
+
+    def log_step(self, loss, seconds: float):
+        """Show progress, and log the mean loss of ranks, on a GPU LOSSES_AT_ONCE together. RunError: NaN."""
+        step, num_iterations = self.progress.step, self.cfg.num_iterations
+        self.waiting.append((step, loss, seconds))
+        if self.rt.device.type == "cpu" or len(self.waiting) == self.LOSSES_AT_ONCE:
+            self.flush_losses()
+        text = f"{self.progress.tokens / seconds:,.0f} tokens/s"
+        if self.train_points:  # the mean of the last steps
+            mean = np.mean([loss for _, loss in self.train_points[-self.LOSSES_AT_ONCE :]])
+            text = f"loss {mean:.4f}, {text}"
+        if self.bar is not None:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update()
+        elif step < num_iterations and step % -(-num_iterations // 20) == 0:
+            self.print(f"step {step}/{num_iterations}: {text}")
+
+    def flush_losses(self):
+        """Log all steps so far. All ranks must call it."""
+        if not self.waiting:
+            return
+        steps, losses, times = zip(*self.waiting)
+        self.waiting = []
+        mean = self.rt.comm.all_reduce(torch.stack(losses)) / self.rt.world_size
+        for step, loss, seconds in zip(steps, mean.tolist(), times):
+            self.train_points.append([step, loss])
+            self.call_tracker("log", dict(train_loss=loss), step=step)
+            self.write(".txt", f"step:{step}/{self.cfg.num_iterations} train_time:{1000 * seconds:.0f}ms "
+                               f"step_avg:{1000 * seconds / step:.2f}ms train_loss:{loss:.4f}")
+            self.check_loss("training", step, loss)
+
+    def check_loss(self, kind: str, step: int, loss: float):
+        """Raise RunError if a loss is not finite. With --guard only the final validation is checked."""
+        is_last = kind == "validation" and step == self.cfg.num_iterations
+        if not math.isfinite(loss) and (not self.cfg.guard or is_last):
+            raise RunError(f"the {kind} loss of step {step} is {loss}: lower the learning rates")
+
+    @file_errors()
+    def finish(self, measured: dict):
+        """Write the script and the result, and print a summary."""
+        if not self.rt.is_main:
+            return
+        cfg, run, folder = self.cfg, self.run, find_result_folder(self.cfg)
+        points = [[step, loss if math.isfinite(loss) else None] for step, loss in self.train_points]
+        result = dict(track=cfg.track, preset=cfg.preset, seed=cfg.seed, **run, train_points=points,
+                      val_points=self.val_points, final_val_loss=self.val_points[-1][1], **measured)
+        script = folder / ("train_gpt.py" if cfg.record else f"train_gpt_{run['script_sha256'][:12]}.py")
+        write_atomic(script, SCRIPT)
+        for suffix, file in self.files.items() if cfg.record else ():
+            shutil.move(file.name, folder / f"{run['run_id']}{suffix}")
+        path = folder / f"{run['run_id']}.json"
+        write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
+        for name in ("preset", "seed", "final_val_loss", "train_time_ms", "compile_time_s", "tokens_per_s",
+                     "mfu", "peak_memory_mib"):
+            print0(f"{name + ':':<17}{result[name]}", self.rt)
+        print0(f"result:          {path}", self.rt)
+
+# ==== CHECKPOINTS ==========================================================================================
+# checkpoints/<preset>_seed<seed>_<key>/<run_id>/step_000250/ has one file for each rank, with the rows that
+# the rank owns. So no rank gathers, and any number of ranks can continue. A run changes only its own folder.
+# Loading executes no code. To store more, extend collect_rows(), or Progress.
+
+@dataclass
+class Progress:
+    """State of a run except its tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    train_time: float = 0.0  # seconds on the clock
+    resumed_at: list[int] = dataclasses.field(default_factory=list)
+    good_steps: list[list[float]] = dataclasses.field(default_factory=list)  # guard: [loss, gradient norm]
+    num_actions: int = 0  # rollbacks by the guard
+
+
+def list_steps(folder: Path):
+    """Checkpoints in the folder of a run, the highest step first. Some may be incomplete, see is_whole()."""
+    steps = [path for path in folder.glob("step_*") if path.name[5:].isdecimal()]
+    return sorted(steps, key=read_step, reverse=True)
+
+
+def read_step(path: Path):
+    """The step of a checkpoint's folder. From step 1,000,000 on names have seven digits."""
+    return int(path.name[5:])
+
+
+def read_metadata(step: Path):
+    """Read what a checkpoint, or a model.pt, stores besides tensors. RunError if it is neither."""
+    try:
+        if step.is_file():
+            return json.loads(read_model(step)["metadata"])
+        return json.loads((step / "state.json").read_text())
+    except Exception as error:  # another file can raise any error
+        raise RunError(f"{step} is no folder step_... of a checkpoint, and no model.pt ({error}). "
+                       "--resume=auto finds the newest checkpoint of this run", 2) from None
+
+
+def read_model(path: Path):
+    """Map a model.pt: its metadata, and its tensors by name of the parameter."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def list_files(step):
+    return [step / f"rank{rank}.pt" for rank in range(read_metadata(step)["hardware"]["ranks"])]
+
+
+def is_whole(step: Path, rt):
+    """Whether this rank's part of the files of a checkpoint exists and fits its checksums."""
+    try:
+        for path in list_files(step)[rt.comm.rank :: rt.world_size]:
+            torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            assert not zipfile.ZipFile(path).testzip()
+        return True
+    except Exception:  # damage can raise any error
+        return False
+
+
+def open_tensors(step: Path):
+    """Map the tensors of a checkpoint as {NAME/KEY: [(first row, rows)]}. Values have an empty key."""
+    entries: dict[str, list[tuple[int, Tensor]]] = {}
+    for path in list_files(step):
+        for entry, rows in torch.load(path, map_location="cpu", mmap=True, weights_only=True).items():
+            name, _, first = entry.rpartition("/")
+            entries.setdefault(name, []).append((int(first), rows))
+    return entries
+
+
+def lock_run(folder: Path):
+    """Lock the folder of a run until the process ends. None if another process keeps the lock."""
+    file = open(folder / ".lock", "a+b")  # network file systems need a file that is open for writing
+    for _ in range(60):  # seconds
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            time.sleep(1)
+    file.close()
+    return None
+
+
+def remove_step(folder):
+    """Remove a checkpoint. If this is interrupted, the rest is no checkpoint, and start() removes it."""
+    with suppress(OSError):
+        (folder / "state.json").unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def find_key_folder(cfg, run: dict):
+    return Path(cfg.out, "checkpoints", f"{cfg.preset}_seed{cfg.seed}_{run['key']}")
+
+
+def find_start(cfg, run: dict, rt):
+    """Returns (checkpoint to continue from, its metadata, log line). It is the furthest whole step of all
+    runs with this key, whose run then goes on, else --resume=PATH, or None. A model.pt has no metadata here,
+    because its run is over. All ranks must call it."""
+    if not cfg.resume:
+        return None, {}, ""
+    folder = find_key_folder(cfg, run)
+    steps = []
+    for run_folder in sorted(folder.glob("*_seed*"), reverse=True):
+        steps += list_steps(run_folder)
+    steps.sort(key=read_step, reverse=True)
+    given = Path(cfg.resume)
+    if cfg.resume != "auto" and not given.is_file():
+        steps.append(given)
+    steps = rt.comm.broadcast_object(steps)  # other nodes may see other folders
+    for step in steps:
+        if not all(rt.comm.gather_objects(is_whole(step, rt))):
+            continue
+        saved = read_metadata(step)
+        if saved["key"] == run["key"]:
+            run["run_id"] = step.parent.name
+        if cfg.record and saved["hardware"] != run["hardware"]:
+            raise RunError(f"--record={cfg.record}: {step} is of other hardware or ranks", 2)
+        if saved["progress"]["step"] > cfg.num_iterations:
+            raise RunError(f"{step} is beyond --num_iterations={cfg.num_iterations}", 2)
+        line = f"resumed {step}"
+        if step != steps[0]:
+            line += f" ({steps[0]} is not whole)"
+        if saved["corpus_fingerprint"] != run["corpus_fingerprint"]:
+            line += (f". It has read {saved['progress']['tokens']:,} tokens of other data: this run skips "
+                     "as many at the start of its own")
+        return step, saved, line
+    if given.is_file():
+        return given, {}, f"begins with the weights of {given}"
+    if cfg.resume != "auto":
+        raise RunError(f"{cfg.resume} is damaged: give another --resume=PATH, or start without it", 2)
+    return None, {}, f"starting anew: no whole checkpoint in {folder}"
+
+
+def keep_choices(cfg, run: dict, saved: dict):
+    """cfg with the choices of a checkpoint. A run that goes on keeps all of them. A run that begins with the
+    checkpoint of another run keeps those of options that are auto."""
+    kept = {}
+    for name, value in saved.get("choices", {}).items():
+        if saved["key"] == run["key"] or getattr(cfg, name) in ("auto", ("auto",)):
+            kept[name] = value
+    return change_options(cfg, kept)
+
+
+def collect_rows(trainer):
+    """This rank's rows as {NAME/KEY/FIRST_ROW: tensor}. Training draws no random numbers."""
+    trainer.optimizer.finish()
+    rows = {f"{name}/{key}/{first}": tensor[part] for bucket in trainer.optimizer.buckets
+            for name, first, part in bucket.owned() for key, tensor in bucket.tensors().items()}
+    if trainer.fp8_scales.leaves and trainer.rt.is_main:
+        rows["fp8/scales/0"] = trainer.fp8_scales.read()
+    return rows
+
+
+def load_state(trainer, step: Path, metadata: dict):
+    """Restore a checkpoint of any number of ranks. Without metadata: the weights of a model.pt. RunError if an
+    entry is missing, or does not fit."""
+    if not metadata:
+        load_weights(trainer, step)
+        return
+    optimizer, entries = trainer.optimizer, open_tensors(step)
+    optimizer.step_count = metadata["optimizer_steps"]
+    optimizer.set_tied(metadata["is_tied"])
+    stored = {entry: (sum(len(rows) for _, rows in pieces), *pieces[0][1].shape[1:])
+              for entry, pieces in entries.items()}
+    needed = {f"{name}/{key}": (bucket.count_units(name), *tensor.shape[1:]) for bucket in optimizer.buckets
+              for name in bucket.params for key, tensor in bucket.tensors().items()}
+    stored.pop("fp8/scales", None)
+    if differing := sorted(needed.items() ^ stored.items()):
+        raise RunError(f"{step} and this run differ in {differing[0]}: give the options of its run", 2)
+
+    for entry, rows in collect_rows(trainer).items():
+        name, _, first = entry.rpartition("/")
+        for start, piece in entries.get(name, ()):  # fp8/scales are optional
+            low, high = max(start, int(first)), min(start + len(piece), int(first) + len(rows))
+            if low < high:
+                rows[low - int(first) : high - int(first)] = piece[low - start : high - start]
+    for bucket in optimizer.buckets:
+        bucket.start_gather()
+        bucket.clear()
+    optimizer.finish()
+    for _, scales in entries.get("fp8/scales", ()):
+        trainer.fp8_scales.set(scales)
+    vars(trainer.progress).update(metadata["progress"])
+    trainer.progress.resumed_at.append(trainer.progress.step)
+
+
+def load_weights(trainer, path: Path):
+    """Begin with the weights of a model.pt. The optimizer state stays fresh."""
+    optimizer, tensors = trainer.optimizer, read_model(path)["tensors"]
+    optimizer.set_tied(trainer.model.is_tied and read_metadata(path)["is_tied"])
+    for bucket in optimizer.buckets:
+        for name, param in bucket.params.items():
+            shape = bucket.count_units(name) * math.prod(bucket.unit)
+            found = tensors.get(name, param[:0]).numel()
+            if found != shape:
+                raise RunError(f"{path} has {found} values of {name}, but this run has {shape}: give the "
+                               "options of its run", 2)
+        for name, first, part in bucket.owned():
+            units = tensors[name].reshape(-1, *bucket.unit)
+            bucket.shard[part] = units[first : first + part.stop - part.start].to(bucket.shard)
+        if bucket.rule.keeps_norm:
+            bucket.state["radius"].copy_(matrix_norm(bucket.shard))
+        bucket.start_gather()
+    optimizer.finish()
+
+
+class Checkpoints(AbstractContextManager):
+    """Writes a checkpoint file per rank in the background, and keeps the two newest steps of this run."""
+
+    KEPT = 2
+    MODEL_BYTES = 10**9  # limit of model.pt
+    LAST_BYTES = 8 * 10**9  # limit of a checkpoint of the last step without --checkpoint_every
+
+    def __init__(self, cfg, log, rt, bos: int, loaded: Path | None):
+        """loaded: the checkpoint that the run continues."""
+        self.folder = find_key_folder(cfg, log.run) / log.run["run_id"]
+        self.newest = loaded  # the last checkpoint that was loaded or saved
+        self.newest_step = log.progress.step if loaded else -1
+        self.way_on = f"--resume={cfg.resume or 'auto'}"
+        self.is_extra = False  # whether it is removed once the result is written
+        self.log, self.rt, self.bos, self.lock = log, rt, bos, None
+        self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
+        self.problem = ""  # of the last write
+        self.copies = {}  # CPU memory that all checkpoints reuse
+
+    def __exit__(self, *_):
+        self.executor.shutdown()
+        if self.lock:
+            self.lock.close()
+
+    def start(self, trainer):
+        """Make and lock the folder, and allocate memory for copies. All ranks must call it."""
+        problem = ""
+        if self.rt.is_main:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.lock = lock_run(self.folder)
+                if self.lock is None:
+                    problem = f"{self.folder} is in use by another process: wait for its end"
+            except OSError as error:
+                problem = str(error)
+        share_problem(problem, self.rt)
+        share_problem("" if self.folder.exists() else f"{self.folder} is not shared by all nodes", self.rt)
+        if self.rt.is_main:
+            for step in list_steps(self.folder):
+                if read_step(step) > trainer.progress.step and not is_whole(step, Runtime()):
+                    remove_step(step)
+        for entry, rows in collect_rows(trainer).items():
+            self.copies[entry] = torch.empty_like(rows, device="cpu")
+            if rows.is_cuda:
+                self.copies[entry] = pin(self.copies[entry])
+
+    def save(self, trainer, must_wait: bool = False):
+        """Write step_<step>/ in the background, after the end of the last write. All ranks must call it. The
+        step is complete when the file of each rank has its name. must_wait: wait for this."""
+        self.wait()
+        if not self.copies:
+            self.start(trainer)
+        for entry, rows in collect_rows(trainer).items():
+            self.copies[entry].copy_(rows, non_blocking=True)
+        self.newest_step = trainer.progress.step
+        self.newest = folder = self.folder / f"step_{self.newest_step:06d}"
+        metadata = json.dumps(dict(
+            self.log.run, progress=dataclasses.asdict(trainer.progress), is_tied=trainer.model.is_tied,
+            optimizer_steps=trainer.optimizer.step_count, bos=self.bos, val_points=self.log.val_points,
+            train_points=self.log.train_points))
+        if self.rt.is_main:
+            remove_step(folder)  # of a run that was continued from an older step
+        self.rt.comm.barrier()
+        self.writing = self.executor.submit(self.write, folder, metadata, record_event(self.rt.device))
+        if must_wait:
+            self.wait()
+
+    def write(self, folder, metadata, copied):
+        """Write this rank's files. Returns the problem, e.g. of a full disk, or ""."""
+        if copied:
+            copied.synchronize()
+        try:
+            if self.rt.is_main:
+                write_atomic(folder / "state.json", metadata.encode())
+            write_atomic(folder / f"rank{self.rt.comm.rank}.pt", functools.partial(torch.save, self.copies))
+        except OSError as error:
+            return f"{folder} was not written: {error}"
+        return ""
+
+    def wait(self):
+        """Wait for the files of all ranks, then remove old steps, or say what failed. All ranks call it."""
+        if self.writing is None:
+            return
+        self.problem = max(self.rt.comm.gather_objects(self.writing.result()))
+        self.writing = None
+        if self.problem:
+            remove_step(self.newest)
+            self.log.print(self.problem)
+        if self.rt.is_main:
+            for step in list_steps(self.folder)[self.KEPT :]:
+                remove_step(step)
+
+    def count_bytes(self, tensors: Iterable[Tensor]):
+        """Bytes of the tensors of all ranks. All ranks must call it."""
+        return sum(self.rt.comm.gather_objects(sum(tensor.nbytes for tensor in tensors)))
+
+    def save_last(self, trainer, must_save: bool):
+        """Save the last step, unless it is saved, or large and not must_save. All ranks must call it."""
+        step = trainer.progress.step
+        if self.newest_step == step:
+            return
+        num_bytes = self.count_bytes(collect_rows(trainer).values())
+        if num_bytes > self.LAST_BYTES and not must_save:
+            size = f"{num_bytes / 1e9:.0f} GB"
+            self.log.print(f"no checkpoint, because it has {size}: --checkpoint_every={step} writes it")
+            return
+        try:
+            self.save(trainer, must_wait=True)
+            self.is_extra = not must_save and not self.problem
+        except RunError as error:  # e.g. another process writes this run
+            if must_save:
+                raise
+            self.log.print(str(error))
+        if not must_save and not self.is_extra:  # the run goes on
+            self.problem = ""
+            self.newest_step = -1
+
+    def remove_last(self):
+        if self.is_extra and self.rt.is_main:
+            remove_step(self.newest)
+
+    @contextmanager
+    def name_weights(self):
+        """If the final validation fails or is stopped, say where the weights are."""
+        try:
+            yield
+        except Exception as error:
+            status = getattr(error, "status", 1)
+            is_saved = self.newest_step == self.log.progress.step and not self.problem
+            if not is_saved or isinstance(error, RunError) and status < 128:
+                raise
+            reason = str(error).strip().splitlines() or [repr(error)]
+            line = (f"in the final validation: {reason[0]}. {self.newest} has the weights. {self.way_on} "
+                    "validates them, and --resume=PATH with another --val_seq_len needs less memory")
+            if isinstance(error, (RunError, torch.OutOfMemoryError)):
+                raise RunError(line, status) from None
+            raise RunError(line, status) from error
+
+    def end(self, status: int):
+        """End the run after a checkpoint. All ranks must call it."""
+        if self.problem:
+            raise RunError(self.problem)
+        log = self.log
+        self.rt.comm.barrier()  # torchrun ends all ranks when the first one exits
+        name = signal.Signals(status - 128).name
+        raise RunError(f"stopped by {name} after step {log.progress.step} of {log.cfg.num_iterations}: "
+                       f"{self.newest}. {self.way_on} continues", status)
+
+    def write_model(self, trainer):
+        """Write model.pt: config and parameters, if they are small. All ranks must call it."""
+        buckets = trainer.optimizer.buckets
+        if self.count_bytes(bucket.shard for bucket in buckets) > self.MODEL_BYTES:
+            return
+        tensors = {name: (bucket.gather() if isinstance(bucket, Table) else param).detach().cpu()
+                   for bucket in buckets for name, param in bucket.params.items()}
+        if self.rt.is_main:
+            path = self.folder / "model.pt"
+            metadata = json.dumps(dict(self.log.run, is_tied=trainer.model.is_tied, bos=self.bos))
+            with file_errors():
+                write_atomic(path, functools.partial(torch.save, dict(metadata=metadata, tensors=tensors)))
+            print0(f"sample:          ./run.sh records/sample.py '{path}' --prompt=...", self.rt)
+
+
+def list_tensors(trainer, with_tables: bool):
+    """All tensors that training changes. Of tables with sparse updates only with_tables."""
+    buckets = [bucket for bucket in trainer.optimizer.buckets if with_tables or not bucket.rule.row_state]
+    tensors = [tensor for bucket in buckets for tensor in (bucket.values, *bucket.state.values())]
+    return [*tensors, *trainer.fp8_scales.leaves]
+
+
+class Snapshot:
+    """A copy in memory of parameters and optimizer state at one step. Tables with sparse updates are part of
+    it only with_tables."""
+
+    def __init__(self, trainer, with_tables: bool = True):
+        self.trainer = trainer
+        self.with_tables = with_tables
+        trainer.optimizer.finish()
+        self.step_count, self.is_tied = trainer.optimizer.step_count, trainer.model.is_tied
+        self.copies = [tensor.clone() for tensor in list_tensors(trainer, with_tables)]
+
+    def restore(self):
+        """Restore all bits of the snapshot, and discard all gradients."""
+        optimizer = self.trainer.optimizer
+        optimizer.finish()
+        optimizer.step_count = self.step_count
+        optimizer.set_tied(self.is_tied)
+        for tensor, copy in zip(list_tensors(self.trainer, self.with_tables), self.copies):
+            tensor.data.copy_(copy)
+        for bucket in optimizer.buckets:
+            bucket.clear()
+
+# ==== TELEMETRY AND GUARD ==================================================================================
+# Telemetry writes measurements into <run_id>.jsonl. The guard restores an earlier state if training
+# diverges. Both wrap the updates of buckets. Only train() calls them.
+
+def measure_norm(x):
+    return torch.linalg.vector_norm(x, dtype=at_least_fp32(x))
+
+
+class UpdateNorms:
+    """Sums of squares of this rank's updates, by parameter group."""
+
+    def __init__(self, optimizer, is_full: bool):
+        """is_full: of weights, updates and momentum, too. Without it only of gradients."""
+        self.optimizer, self.is_full, self.is_on = optimizer, is_full, True
+        self.groups = sorted({bucket.group_name for bucket in optimizer.buckets})
+        self.sums = torch.zeros(len(self.groups), 4, device=optimizer.buckets[0].shard.device)
+        for bucket in optimizer.buckets:
+            bucket.update = functools.partial(self.measure, bucket, bucket.update)
+
+    def measure(self, bucket, run_update: Callable):
+        """Update a bucket and add its sums: gradient of a step's summed loss, weight, update, momentum."""
+        if not self.is_on:
+            run_update()
+            return
+        is_full = self.is_full and not bucket.rule.row_state
+        if is_full:
+            before = bucket.read_shard()
+        last_step, late_step = self.optimizer.step_count - 1, self.optimizer.late_step
+        norms = [measure_norm(bucket.grad) / bucket.group.period(last_step, late_step)]
+        run_update()  # clears the gradient
+        if is_full:
+            weight, momentum = bucket.read_shard(), next(iter(bucket.state.values()))
+            norms += map(measure_norm, (weight, weight - before, momentum))
+        self.sums[self.groups.index(bucket.group_name), : len(norms)] += torch.stack(norms).square()
+
+    def take(self):
+        """The sums (groups, 4) since the last call."""
+        sums, self.sums = self.sums, torch.zeros_like(self.sums)
+        return sums
+
+
+class Telemetry:
+    """Measures every telemetry_every-th step. It wraps Trainer.train_step()."""
+
+    def __init__(self, trainer, log):
+        self.trainer, self.log, self.norms = trainer, log, UpdateNorms(trainer.optimizer, is_full=True)
+        self.run_step, trainer.train_step = trainer.train_step, self.train_step
+
+    def train_step(self, batches: Iterator[Batch], state):
+        """One step, with a line if it is measured. Groups without an update in this step are left out."""
+        trainer, comm, step = self.trainer, self.trainer.rt.comm, self.trainer.progress.step + 1
+        self.norms.is_on = step % trainer.cfg.telemetry_every == 0
+        if not self.norms.is_on:
+            return self.run_step(batches, state)
+        started = clock(trainer.rt.device)
+        loss = self.run_step(batches, state)
+        seconds = clock(trainer.rt.device) - started
+        mean_loss = comm.all_reduce(loss.clone()).item() / comm.world_size
+        groups = {}
+        sums = comm.all_reduce(self.norms.take()).sqrt().tolist()
+        for group, (grad, weight, update, momentum) in zip(self.norms.groups, sums):
+            if grad:
+                groups[group] = dict(
+                    grad_norm=grad / state.stage.tokens_per_step, weight_norm=weight, momentum_norm=momentum,
+                    update_ratio=update / max(weight, 1e-30))
+        self.log.write_event("telemetry", step, loss=mean_loss, groups=groups, seconds=dict(step=seconds))
+        return loss
+
+
+def lower_precision(trainer, run: dict):
+    """Switch off FP8, or else bfloat16. run: its choices change, too. Returns a description, or ""."""
+    fp8 = trainer.fast & {*FP8_FORMS}
+    if fp8:
+        trainer.choose_operations(trainer.ops.dtype, trainer.fast - fp8)
+        run["choices"]["fp8"] = "off"
+        return "matmuls no longer use FP8"
+    if trainer.ops.dtype == torch.bfloat16:
+        trainer.choose_operations(torch.float32, trainer.fast)
+        for bucket in trainer.optimizer.buckets:
+            bucket.args = bucket.args._replace(dtype=torch.float32)
+        run["choices"]["dtype"] = "float32"
+        return "activations become float32"
+    return ""
+
+
+class Guard:
+    """Restores an earlier state and raises the precision if a step's loss or gradient is out of range. Step
+    and data go on. All ranks read the same all-reduced sums, one step late, so that no GPU waits."""
+
+    LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # limits relative to the median of the last good steps
+    MEDIAN_STEPS, LEAST_STEPS = 64, 16  # most steps in that median. Gradients need the least number of steps
+    SNAPSHOT_EVERY = 10  # steps between snapshots
+    TRIAL_STEPS = 5  # a snapshot is trusted once it is this many steps old
+
+    def __init__(self, trainer, log):
+        self.trainer, self.log, self.norms = trainer, log, UpdateNorms(trainer.optimizer, is_full=False)
+        self.pending = []  # (step, its sums on the CPU, event), not checked yet
+        self.snapshots = [(trainer.progress.step, Snapshot(trainer))]
+
+    def end_step(self, loss, state, must_wait: bool):
+        """Check the previous step, and with must_wait this step. Take a snapshot if it is time."""
+        trainer, step = self.trainer, self.trainer.progress.step
+        squares = self.norms.take()[:, 0] / state.stage.tokens_per_step**2  # by group
+        weight = sum(state.loss_weights) or 1.0  # makes losses of stages comparable
+        matrix_square = squares[self.norms.groups.index("matrix")]  # other groups may skip steps
+        sums = torch.stack((loss / (weight * trainer.rt.world_size), matrix_square, squares.sum()))
+        sums = trainer.rt.comm.all_reduce(sums).to("cpu", non_blocking=True)  # to pinned memory
+        self.pending.append((step, sums, record_event(trainer.rt.device)))
+        while len(self.pending) > (0 if must_wait else 1):
+            number, sums, copied = self.pending.pop(0)
+            if copied:
+                copied.synchronize()
+            fault = self.find_fault(*sums.tolist())
+            if fault:
+                self.roll_back(number, fault)
+                return
+        is_due = step - self.snapshots[-1][0] >= self.SNAPSHOT_EVERY
+        if is_due and trainer.optimizer.has_no_pending_gradients():
+            self.snapshots = [self.snapshots[-1], (step, Snapshot(trainer))]
+
+    def find_fault(self, loss: float, square: float, all_squares: float):
+        """Compare a step with the last good steps. A good one joins them."""
+        good = self.trainer.progress.good_steps
+        grad_norm = math.sqrt(square) if math.isfinite(all_squares) else math.nan
+        medians = np.median(good, axis=0) if good else (math.inf, math.inf)
+        if len(good) < self.LEAST_STEPS:  # gradients begin near zero, because output projections do
+            medians = medians[0], math.inf
+        for name, value, limit in (("loss", loss, self.LOSS_FACTOR * medians[0]),
+                                   ("gradient norm", grad_norm, self.GRAD_FACTOR * medians[1])):
+            if not math.isfinite(value) or value > limit:
+                return f"{name} {value:.4g} exceeds {limit:.4g}"
+        good[:] = [*good, [loss, grad_norm]][-self.MEDIAN_STEPS :]
+        return ""
+
+    def roll_back(self, step: int, fault: str):
+        """Restore the newest trusted snapshot, and raise the precision. RunError if it is the highest."""
+        trainer, progress = self.trainer, self.trainer.progress
+        if len(self.snapshots) > 1 and progress.step - self.snapshots[-1][0] < self.TRIAL_STEPS:
+            self.snapshots.pop()
+        made, snapshot = self.snapshots[-1]
+        snapshot.restore()
+        trainer.optimizer.step_count = progress.step  # the schedule goes on, so updates do, too
+        self.pending = []
+        progress.num_actions += 1
+        measure = lower_precision(trainer, self.log.run)
+        line = f"guard: step {step}: {fault}: restored weights of step {made}, {measure or 'and ends'}"
+        self.log.write_event("guard", step, fault=fault, measure=measure, action=progress.num_actions)
+        if not measure:
+            raise RunError(line)
+        self.log.print(line)
+
+# ==== MAIN =================================================================================================
+# Exit status: 0 done, 1 failed, 2 bad input, 128 + n for signal n. Unexpected errors keep their traceback.
+
+def main(argv: list[str]):
+    """Run a command line. Returns the exit status, and prints a RunError as one line."""
+    status, rank, line = 0, env_int("RANK", 0), ""
+    try:
+        values = parse_argv(argv)
+        print_config = values.pop("print_config", False)
+        cfg = make_config(values)
+        if not print_config:
+            rt = start_runtime(cfg)
+            train(fit_steps(cfg), rt, argv)
+            rt.comm.close()
+        elif rank == 0:
+            cfg = fit_steps(cfg)
+            derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
+            derived["mechanisms"] = sorted(list_parts(cfg))
+            with file_errors():
+                print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1), flush=True)
+    except RunError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        status, line = error.status, f"{'error: ' if error.status < 128 else ''}{error}"
+    except KeyboardInterrupt:
+        status, line = 130, "stopped by SIGINT"
+    except Exception:
+        status = 1
+        traceback.print_exc()
+    if line and (rank == 0 or status < 128):
+        if rank:  # rank 0 prints what all ranks see, and torchrun then ends this rank
+            time.sleep(3)
+        print(f"train_gpt.py: {line}", file=sys.stderr, flush=True)
+    if status and dist.is_initialized():
+        os._exit(status)  # a shutdown would wait for other ranks
+    gc.unfreeze()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
