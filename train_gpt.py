@@ -478,7 +478,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
     "quick": ("laptop", "a text of your own, read once", dict(
         track="try", num_layers=1, num_iterations=0, val_tokens=40_960, val_loss_every=-1,
         val_windows=(256, 16), stages=(Stage(duration=1, window_long=256, window_short=16),),
-        cooldown_frac=1.0, final_lr_frac=0.3,  # the last part of a text is new, too
+        cooldown_frac=1.0,
         groups=dict(  # slow second betas: rates of rare rows and tokens fall with their number of updates
             embed=Group(lr=0.3, betas=(0.5, 0.999)),
             head=Group(lr=0.012, betas=(0.5, 0.999)),
