@@ -4,9 +4,9 @@
     ./run.sh benchmarks/rules.py              # 46 minutes on two cores: tunes, then runs the best rates
 
 All rules have equal numbers of steps, tokens and learning rates. A rate is chosen on seeds 0 and 1, and the
-rules are compared on other seeds. The model is that of preset quick. Finished runs are
-kept in logs/rules. Prints tables for RESULTS.md and draws rules.png and rules.svg. Seconds are only valid on
-an idle machine.
+rules are compared on other seeds. The model is that of preset laptop. Finished runs
+are kept in logs/rules. Prints tables for RESULTS.md and draws rules.png and rules.svg. Seconds are only
+valid on an idle machine.
 """
 
 import statistics
@@ -22,7 +22,7 @@ with require_packages():
     from records import ablate, plot, results
 
 HERE, LOGS = Path(__file__).resolve().parent, results.ROOT / "logs" / "rules"
-BUDGET = ["--preset=quick", "--val_loss_every=35", "--matrix_rule=muon",
+BUDGET = ["--preset=laptop", "--val_tokens=40960", "--val_loss_every=35", "--matrix_rule=muon",
           "--orthogonalize=newton_schulz"]
 RULES = {  # name: options, learning rate in the middle of its grid
     "muon": ([], 0.05),
