@@ -5095,10 +5095,10 @@ def load_weights(trainer, path: Path):
     optimizer.set_tied(trainer.model.is_tied and read_metadata(path)["is_tied"])
     for bucket in optimizer.buckets:
         for name, param in bucket.params.items():
-            shape = bucket.count_units(name) * math.prod(bucket.unit)
+            needed = bucket.count_units(name) * math.prod(bucket.unit)
             found = tensors.get(name, param[:0]).numel()
-            if found != shape:
-                raise RunError(f"{path} has {found} values of {name}, but this run has {shape}: give the "
+            if found != needed:
+                raise RunError(f"{path} has {found} values of {name}, but this run has {needed}: give the "
                                "options of its run", 2)
         for name, first, part in bucket.owned():
             units = tensors[name].reshape(-1, *bucket.unit)
