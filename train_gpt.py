@@ -1707,7 +1707,6 @@ class Optimizer:
         self.numbers = torch.zeros(len(self.buckets), 10, dtype=at_least_fp32(self.buckets[0].values),
                                    device=self.buckets[0].values.device)
         for table in self.tables:
-            table.is_compiled = rt.use_compile
             if rt.use_compile and rt.device.type == "cuda" and cfg.fast != ("off",):
                 table.sum_rows = launch_row_sums
         for bucket, row in zip(self.buckets, self.numbers):
@@ -3666,7 +3665,6 @@ class Table(Bucket):
         self.unit, self.first_row = param.shape[1:], comm.rank * size
         param.owner = self
         self.sum_rows = sum_rows  # or its kernel
-        self.is_compiled = False  # whether the update rule is
         self.is_dry = False  # updates change nothing, for the warm-up
         self.pieces: list[tuple[Tensor, Tensor]] = []  # rows (n,) and gradients (n, D)
         self.arriving: list[tuple[RowPlan, Tensor, dist.Work | None]] = []
@@ -3736,12 +3734,9 @@ class Table(Bucket):
         self.clear()
 
     def split_rows(self):
-        """Rows and gradients of an update in parts of equal size. For the compiler it is a power of 2: few
-        shapes compile."""
-        num_rows = size = len(self.rows)
-        if self.is_compiled:
-            size = 1 << (num_rows - 1).bit_length()
-        size = min(self.ROWS_AT_ONCE, size)
+        """Rows and gradients of an update in parts. Their size is a power of 2: few shapes compile."""
+        num_rows = len(self.rows)
+        size = min(self.ROWS_AT_ONCE, 1 << (num_rows - 1).bit_length())
         padding = -num_rows % size
         rows = F.pad(self.rows, (0, padding), value=len(self.shard) - 1)
         grad = F.pad(self.grad, (0, 0, 0, padding))

@@ -58,20 +58,17 @@ with require_packages():
 
     import train_gpt as gpt
 
-EMBEDDED_CORPUS = "data/torch_source"
+EMBEDDED_CORPUS = gpt.EMBEDDED_CORPUS
 BYTE_VOCAB_SIZE, BYTE_BOS = 257, 256  # byte tokens: 256 values and BOS
 GPT2_VOCAB_SIZE, GPT2_BOS = 50257, 50256
-SHARD_HEADER_BYTES = 1024
+SHARD_HEADER_BYTES = gpt.SHARD_HEADER_BYTES
 SHARD_TOKENS = 100_000_000
-BLOCK = 128  # sequence lengths are multiples of it. Each split needs more tokens
+BLOCK = gpt.BLOCK  # sequence lengths are multiples of it. Each split needs more tokens
 SHORT_TOKENS, LEAST_STEPS = 300_000, 28  # see choose_epochs()
 LEAST_BYTES, LEAST_TOKENS = 2000, 10 * BLOCK  # of a corpus. Validation is then at most 20 %
 MOST_CHARACTERS = 2**28  # of a cell in a .csv. An open quote could take the rest of the file
 PROGRESS_SECONDS = 1  # between two lines of progress
 READ_ERRORS = OSError, EOFError, zlib.error  # the last two: a damaged .gz
-# preset: seq_len, tokens_per_step, val_tokens, val_seq_len. A test compares them with train_gpt.py
-PRESETS = {"quick": (1024, 2048, 40_960, 8192), "track_1": (49_152, 393_216, 10_485_760, 262_144)}
-TRACK_1_TOKENS = 656_670_720
 # Sizes of preset quick, from small to large
 SIZES = {}, dict(num_layers=3, model_dim=192), dict(num_layers=6, model_dim=256)
 GPU_SIZE = dict(num_layers=12, model_dim=768, tokens_per_step=32_768, micro_batch_tokens=32_768)
@@ -639,7 +636,7 @@ def check_out(out: Path, paths: list[Path]) -> None:
 def choose_epochs(num_tokens: int) -> int:
     """Passes over a text: two over a short one, and more if it has less than LEAST_STEPS steps. A model that
     reads its text more often learns it by heart."""
-    least = -(-LEAST_STEPS * PRESETS["quick"][1] // num_tokens)
+    least = -(-LEAST_STEPS * gpt.load_preset("quick").tokens_per_step // num_tokens)
     return max(least, 2 if num_tokens < SHORT_TOKENS else 1)
 
 
@@ -667,30 +664,33 @@ def choose_run(budget: float, step_seconds: list[float], num_steps: int) -> tupl
 
 def print_commands(out: Path, vocab_size: int, tokens: dict[str, int]) -> None:
     """Print commands that train on these shards: for a GPU, and for ten minutes and a minute here."""
-    preset = "track_1" if tokens["train"] >= TRACK_1_TOKENS else "quick"
-    seq_len, step_tokens, val_tokens, val_len = PRESETS[preset]
-    val_len = min(val_len, (tokens["val"] - 1) // BLOCK * BLOCK)
+    cfg = gpt.load_preset("track_1")
+    if tokens["train"] < gpt.Schedule(cfg).count_tokens():
+        cfg = gpt.load_preset("quick")
+    val_len = min(cfg.val_seq_len, (tokens["val"] - 1) // BLOCK * BLOCK)
     options = dict(vocab_size=vocab_size, val_seq_len=val_len,
-                   val_tokens=min(val_tokens, (tokens["val"] - 1) // val_len * val_len))
+                   val_tokens=min(cfg.val_tokens, (tokens["val"] - 1) // val_len * val_len))
+    seq_len = cfg.seq_len
     while seq_len >= tokens["train"]:  # a step stays a whole number of packed sequences
         seq_len //= 2
-    if seq_len < PRESETS[preset][0]:
+    if seq_len < cfg.seq_len:
         options["seq_len"] = seq_len
     files = {f"{split}_files": f"{glob.escape(str(out))}/{split}_*.bin" for split in tokens}
 
     def show(label: str, **more) -> None:
         words = [f"--{name}={value}" for name, value in {**options, **more, **files}.items()]
         # A step of quick has too few sequences for several ranks
-        print(f"{label}: {find_launcher(is_alone=preset == 'quick')} --preset={preset} {shlex.join(words)}")
+        launcher = find_launcher(is_alone=cfg.preset == "quick")
+        print(f"{label}: {launcher} --preset={cfg.preset} {shlex.join(words)}")
 
-    if preset == "track_1":
+    if cfg.preset == "track_1":
         show("train on it")
         return
     pass_tokens = (tokens["train"] - 1) // seq_len * seq_len
     epochs = choose_epochs(pass_tokens)
     if epochs > 1:
         options["epochs"] = epochs
-    num_steps = max(1, epochs * pass_tokens // step_tokens)
+    num_steps = max(1, epochs * pass_tokens // cfg.tokens_per_step)
     if tokens["train"] > 2_000_000:
         show("on a GPU (never timed, reads all)", **GPU_SIZE)
     print("timing ten steps of each size ...", flush=True)
@@ -699,11 +699,15 @@ def print_commands(out: Path, vocab_size: int, tokens: dict[str, int]) -> None:
         step_seconds.append(time_step({**options, **size, **files}))
         if step_seconds[-1] * num_steps > 600:
             break
-    runs = {choose_run(budget, step_seconds, num_steps): None for budget in (600, 60)}
+    runs = [choose_run(600, step_seconds, num_steps), choose_run(60, step_seconds, num_steps)]
+    if runs[0] == runs[1]:
+        runs.pop()
     for place, steps in runs:
-        share = min(1, steps * step_tokens / (epochs * pass_tokens))
-        label = f"train on it ({step_seconds[place] * steps:.0f} s here, reads {share:.0%})"
-        show(label, **SIZES[place], **({"num_iterations": steps} if steps < num_steps else {}))
+        more = dict(SIZES[place])
+        if steps < num_steps:
+            more["num_iterations"] = steps
+        seconds = step_seconds[place] * steps
+        show(f"train on it ({seconds:.0f} s here, reads {steps / num_steps:.0%})", **more)
 
 
 def main(argv: list[str] | None = None) -> int:

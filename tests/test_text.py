@@ -633,11 +633,3 @@ def test_an_incomplete_corpus_is_built_again(damage, here, monkeypatch, capsys):
     text.make_embedded_corpus()
     assert (read_shards(small_source), read_info(small_source)) == (before, info)
     assert capsys.readouterr().out.count("train_000000.bin does not fit its SHA-256") == (damage == "zeros")
-
-
-@pytest.mark.parametrize("preset", text.PRESETS)
-def test_the_sizes_of_presets(preset):
-    cfg = gpt.make_config({"preset": preset})
-    assert text.PRESETS[preset] == (cfg.seq_len, cfg.tokens_per_step, cfg.val_tokens, cfg.val_seq_len)
-    if preset == "track_1":
-        assert gpt.Schedule(cfg).count_tokens() == text.TRACK_1_TOKENS
