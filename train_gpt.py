@@ -92,10 +92,13 @@ except ImportError:  # CPU builds of PyTorch
 AUTO = ("auto", "on", "off")
 
 
-def option(default, meaning: str, low=-2**31, high=2**31 - 1, choices=(), **off):
-    """Declare an option. low and high are inclusive. off=VALUE: what --without=NAME sets."""
-    return dataclasses.field(default=default,
-                             metadata=dict(help=meaning, low=low, high=high, choices=choices, **off))
+def option(default, meaning: str, low=-2**31, high=2**31 - 1, choices=(), off=None):
+    """Declare an option. low and high are inclusive. off: the value that --without=NAME sets, if the option
+    is a part of the recipe that can be left out."""
+    metadata = dict(help=meaning, low=low, high=high, choices=choices, off=off)
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -283,7 +286,8 @@ class Config:
 
     # Update rules and schedules
     orthogonalize: str = option("newton_schulz", "polynomial of the orthogonalization",
-                                choices=("newton_schulz", "polar_express", "six_maps"))
+                                choices=("newton_schulz", "polar_express", "six_maps"),
+                                off="newton_schulz")
     mlp_lr_mul: tuple[float, float] = option((1.0, 1.0), "learning-rate multipliers of MLP matrices", 0.0)
     decay: str = option("decoupled", "cautious: decay only weights that the update, or anvil's slow "
                         "momentum, shrinks",
@@ -306,9 +310,7 @@ class Config:
     matrix_cooldown_frac: float = option(-1.0, "cooldown_frac of matrices. -1: cooldown_frac", -1.0, 1.0,
                                          off=-1.0)
     final_lr_frac: float = option(0.1, "final learning rate divided by the group's lr", 0.0, 1.0)
-    groups: dict[str, Group] = dataclasses.field(
-        default_factory=lambda: dict(TRACK_1_GROUPS),
-        metadata=option(None, "fields of parameter groups as JSON, or a .json file").metadata)
+    groups: dict[str, Group] = option(TRACK_1_GROUPS, "fields of parameter groups as JSON, or a .json file")
 
     @property
     def has_output_gain(self):
@@ -4263,49 +4265,33 @@ def fingerprint(shards: Iterable[Shard]):
 # ==== COMMAND LINE =========================================================================================
 # From a command line to a Config: preset, options, --without. To add a check, add a row to find_problems().
 
-def list_parts(cfg):
-    """{name: cfg without this part of the recipe}, for each part that --without can leave out."""
-    def change(place: str, where: str = "", **new):
-        """Change fields of layers or stages. where: only of layers with this attention."""
-        return tuple(dataclasses.replace(row, **new) if not where or where == row.attention else row
-                     for row in getattr(cfg, place))
+# Parts of a recipe that --without leaves out, besides options with an `off` value: the options that it sets.
+# Fields of `layers` and `stages` are set in all rows
+PARTS = {
+    "muon": dict(matrix_rule="adamw", matrix_lr=0.0018, matrix_betas=(0.9, 0.95), matrix_weight_decay=0.1,
+                 mlp_lr_mul=(1.0, 1.0)),  # AdamW of record 2
+    "row_adam": dict(groups=dict(ngram=dict(rule="adamw"))),
+    "weight_decay": dict(groups={name: dict(weight_decay=0.0) for name in TRACK_1_GROUPS}),
+    "late_every": dict(groups={name: dict(late_every=0) for name in TRACK_1_GROUPS}),
+    "adam_odd_steps": dict(groups={name: dict(every=1) for name in TRACK_1_GROUPS}),
+    "batch_warmup": dict(stages=dict(tokens_per_step=None, seq_len=None, lr_factor=1.0)),
+    "multi_token": dict(stages=dict(loss_weights=((1, 1),))),
+    "prefix_weight": dict(stages=dict(prefix_weight=())),
+    "num_classes": dict(stages=dict(num_classes=None)),
+    "dropped_mlp": dict(layers=dict(mlp=True)),
+}
 
-    def change_groups(**new):
-        return {name: new for name in cfg.groups}
 
-    parts: dict[str, dict] = {}
+def list_parts():
+    """{name: options that leave out this part of a recipe}, for --without."""
+    parts = dict(PARTS)
     for field in dataclasses.fields(Config):
-        if "off" in field.metadata:
+        if field.metadata["off"] is not None:
             parts[field.name] = {field.name: field.metadata["off"]}
-    for place, kind in dict(layers=LayerSpec, stages=Stage).items():
-        for field in dataclasses.fields(kind):
-            if not field.default and not hasattr(cfg, field.name):
-                parts[field.name] = {place: change(place, **{field.name: field.default})}
-
-    # Parts that are more than one option's `off`, or one field of all layers or stages
-    rule, last = cfg.groups["matrix"].rule, cfg.stages[-1]
-    parts |= {
-        "muon": dict(matrix_rule="adamw", matrix_lr=0.0018, matrix_betas=(0.9, 0.95),
-                     matrix_weight_decay=0.1, mlp_lr_mul=(1.0, 1.0)),  # AdamW of record 2
-        "variance": dict(matrix_rule="muon" if rule == "anvil" else rule.removeprefix("nor")),
-        "polar_express": dict(orthogonalize="newton_schulz"),
-        "weight_decay": dict(groups=change_groups(weight_decay=0.0)),
-        "late_every": dict(groups=change_groups(late_every=0)),
-        "adam_odd_steps": dict(groups=change_groups(every=1)),
-        "row_adam": dict(groups=dict(ngram=dict(rule="adamw"))),
-        "untied_head": dict(tie_head=True, untie_frac=1.0, embed_std=(0.02, cfg.embed_std[1]),
-                            head_lr=0.0036),
-        "short_windows": dict(layers=change("layers", "short", attention="long")),
-        "window_warmup": dict(stages=change("stages", window_long=last.window_long,
-                                            window_short=last.window_short)),
-        "batch_warmup": dict(stages=change("stages", tokens_per_step=None, seq_len=None, lr_factor=1.0)),
-        "multi_token": dict(stages=change("stages", loss_weights=((1, 1),))),
-        "dropped_attention": dict(layers=change("layers", "none", attention="long")),
-        "dropped_mlp": dict(layers=change("layers", mlp=True)),
-    }
-    configs = {name: change_options(cfg, changes) for name, changes in parts.items()}
-    return {name: changed for name, changed in configs.items()
-            if changed != cfg and not any(is_wrong for is_wrong, _ in find_problems(changed))}
+    for field in dataclasses.fields(LayerSpec):
+        if not field.default:  # a mechanism that is off by default
+            parts[field.name] = dict(layers={field.name: field.default})
+    return parts
 
 
 GROUP_OPTIONS = {f"{group}_lr": (group, "lr") for group in TRACK_1_GROUPS} | {
@@ -4319,63 +4305,81 @@ def look_up(table, name):
     return table[name]
 
 
+def parse_text(text: str, kind: type):
+    """Text of the command line -> a value as JSON has it, for an option of this type."""
+    if kind is str:
+        return text
+    if kind is bool:
+        return dict(on=True, true=True, off=False, false=False).get(text.lower(), text)
+    if kind == tuple[str, ...]:
+        return text.split(",") if text else []
+    if kind in (tuple[LayerSpec, ...], tuple[Stage, ...], dict[str, Group]):
+        return json.loads(Path(text).read_text() if text.endswith(".json") else text)
+    with suppress(ValueError, SyntaxError):  # convert() refuses text that is no number
+        return ast.literal_eval(text or "()")
+    return text
+
+
 def convert(value, kind: type):
-    """Text of the command line, or a value of JSON -> an annotated type. ValueError and others: no fit."""
-    arguments, is_tuple = typing.get_args(kind), typing.get_origin(kind) is tuple
-    if isinstance(value, str) and kind is not str:
-        if kind is bool:
-            value = dict(on=True, true=True, off=False, false=False).get(value.lower(), value)
-        elif str in arguments:
-            value = value.split(",") if value else ()
-        elif kind is dict or arguments and dataclasses.is_dataclass(arguments[0]):
-            value = json.loads(Path(value).read_text() if value.endswith(".json") else value)
-        else:
-            with suppress(ValueError, SyntaxError):
-                value = ast.literal_eval(value or "()")
-    if is_tuple and isinstance(value, (list, tuple)):
-        kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+    """A value of JSON -> an annotated type. ValueError and others: no fit."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple and isinstance(value, (list, tuple)):
+        kinds = arguments
+        if arguments[-1] is Ellipsis:
+            kinds = arguments[:1] * len(value)
         if len(kinds) != len(value):
             raise ValueError(f"give {len(kinds)} values")
         return tuple(map(convert, value, kinds))
-    if is_tuple and isinstance(value, dict):
-        return value
-    if arguments and not is_tuple:  # kind | None
-        return value if value is None else convert(value, arguments[0])
+    if type(None) in arguments:
+        return None if value is None else convert(value, arguments[0])
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        value = kind(**{name: convert(item, look_up(get_types(kind), name)) for name, item in value.items()})
-    if kind is int and type(value) is float and value % 1 == 0:  # 1e3
-        value = int(value)
+        types = get_types(kind)
+        return kind(**{name: convert(item, look_up(types, name)) for name, item in value.items()})
+    if kind is int and isinstance(value, float) and value.is_integer():  # 1e3
+        return int(value)
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise ValueError(f"{value!r} is not of type {getattr(kind, '__name__', kind)}")
     return value
 
 
+def set_option(cfg, name: str, value):
+    """cfg with one option set to text, or to a value as JSON has it."""
+    if name in GROUP_OPTIONS:
+        group, field = GROUP_OPTIONS[name]
+        return change_groups(cfg, {group: {field: value}})
+    kind = look_up(get_types(Config), name)
+    if isinstance(value, str):
+        value = parse_text(value, kind)
+    if name == "groups":
+        return change_groups(cfg, value)
+    if name in ("layers", "stages") and isinstance(value, dict):  # fields of all rows
+        rows = getattr(cfg, name) or build_layers(cfg.num_layers, cfg.layer_pattern)
+        value = [{**vars(row), **value} for row in rows]
+    return dataclasses.replace(cfg, **{name: convert(value, kind)})
+
+
+def change_groups(cfg, rows: dict[str, Group | dict]):
+    """cfg with other parameter groups. A Group replaces a group, a dict some of its fields."""
+    groups = dict(cfg.groups)
+    for name, row in convert(rows, dict).items():
+        values = dict(vars(look_up(groups, name)))
+        for field, value in (row if isinstance(row, dict) else vars(row)).items():
+            kind = look_up(get_types(Group), field)
+            values[field] = parse_text(value, kind) if isinstance(value, str) else value
+        groups[name] = convert(values, Group)
+    return dataclasses.replace(cfg, groups=groups)
+
+
 def change_options(cfg, values: dict):
     """Set options to text, or to values as JSON has them. RunError if one is unknown or of another type."""
-    groups = dict(cfg.groups)
-    for name, value in sorted(values.items(), key=lambda item: item[0] == "layers"):  # after num_layers
-        rows = {}  # of groups
+    for name in sorted(values, key=lambda name: name == "layers"):  # layers follow from num_layers
         try:
-            if name == "groups":
-                rows = convert(value, dict)
-            elif name in GROUP_OPTIONS:
-                group, field = GROUP_OPTIONS[name]
-                rows = {group: {field: value}}
-            else:
-                kind = look_up(get_types(Config), name)
-                value = convert(value, kind)
-                if isinstance(value, dict):  # fields of all layers or stages
-                    kept = getattr(cfg, name) or build_layers(cfg.num_layers, cfg.layer_pattern)
-                    value = convert([{**vars(row), **value} for row in kept], kind)
-                cfg = dataclasses.replace(cfg, **{name: value})
-            for group, row in rows.items():
-                row = row if isinstance(row, dict) else vars(row)
-                groups[group] = convert({**vars(look_up(groups, group)), **row}, Group)
+            cfg = set_option(cfg, name, values[name])
         except (ValueError, TypeError, OSError) as error:
-            raise RunError(f"--{name}={str(value)[:100]}: {error}", 2) from None
+            raise RunError(f"--{name}={str(values[name])[:100]}: {error}", 2) from None
     if values.keys() & {"model_dim", "head_dim"} and "num_heads" not in values:
         cfg = dataclasses.replace(cfg, num_heads=max(1, cfg.model_dim // cfg.head_dim))
-    return dataclasses.replace(cfg, groups=groups)
+    return cfg
 
 
 def load_preset(name: str):
@@ -4418,15 +4422,11 @@ def make_config(values: dict):
     if not cfg.layers:
         cfg = dataclasses.replace(cfg, layers=build_layers(cfg.num_layers, cfg.layer_pattern))
     if "without" in options:
-        known = {}
-        for part in sorted(cfg.without):  # in frontier mudd_out before the value_embed that it reads
-            parts = list_parts(cfg)
-            known |= parts
-            if part not in known:
-                raise RunError(f"--without={part[:100]}: this recipe can leave out {', '.join(known)}", 2)
-            cfg = parts.get(part, cfg)  # gone with an earlier part, as variance with muon
-        if {*cfg.without} & {*list_parts(cfg)}:
-            raise RunError(f"--without={','.join(cfg.without)}: one of these parts brings another back", 2)
+        parts = list_parts()
+        for part in cfg.without:
+            if part not in parts:
+                raise RunError(f"--without={part[:100]}: choose among {', '.join(sorted(parts))}", 2)
+            cfg = change_options(cfg, parts[part])
         cfg = change_options(cfg, {key: value for key, value in options.items()  # given options win
                                    if key not in ("layers", "stages")})
     check(cfg)
@@ -4501,21 +4501,24 @@ def check(cfg):
 def find_problems(cfg):
     """Yield (condition, error line). A condition may rely on the ones before it."""
     yield not cfg.stages, "--stages is empty: give at least one"
-    units = dict(head_dim=4, short_qk_dim=4, value_gate_dim=2, val_seq_len=BLOCK, val_tokens="val_seq_len",
-                 num_heads="qk_group_heads", model_dim="mudd_groups")
-    for name, unit in units.items():
-        number = getattr(cfg, str(unit), unit) or 1
-        yield (getattr(cfg, name) % number != 0,
-               f"--{name}={getattr(cfg, name)} is not a multiple of {unit}{f'={number}' * (unit != number)}")
-    width, longest = cfg.num_heads * cfg.head_dim, cfg.micro_batch_tokens
+    for name, unit in dict(head_dim=4, short_qk_dim=4, value_gate_dim=2, val_seq_len=BLOCK).items():
+        value = getattr(cfg, name)
+        yield value % unit != 0, f"--{name}={value} is not a multiple of {unit}"
+    for name, unit_name in dict(val_tokens="val_seq_len", num_heads="qk_group_heads",
+                                model_dim="mudd_groups").items():
+        value = getattr(cfg, name)
+        unit = getattr(cfg, unit_name) or 1  # 0: the mechanism is off
+        yield value % unit != 0, f"--{name}={value} is not a multiple of {unit_name}={unit}"
+    width = cfg.num_heads * cfg.head_dim
+    longest = cfg.micro_batch_tokens
     yield cfg.attention_gate_dim > width, f"--attention_gate_dim={cfg.attention_gate_dim} exceeds {width}"
     yield cfg.model_dim != width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {width}"
     for name, group in cfg.groups.items():
         rules = [key for key, rule in RULES.items() if not (
             rule.row_state and name != "ngram" or rule.whole_matrix and name != "matrix")]
         yield group.rule not in rules, f"--{name}_rule={group.rule}: choose among {', '.join(rules)}"
-    keeps_norm, has_zeros = RULES[cfg.groups["matrix"].rule].keeps_norm, cfg.zero_init != "off"
-    yield (keeps_norm and has_zeros and not cfg.has_output_gain,
+    has_zeros = cfg.zero_init != "off" and not cfg.has_output_gain
+    yield (RULES[cfg.groups["matrix"].rule].keeps_norm and has_zeros,
            "this --matrix_rule keeps the norm of every matrix: give --gains=output or --zero_init=off")
     for name in (cfg.track, cfg.record or "none"):
         yield not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name), (
@@ -5464,7 +5467,7 @@ def main(argv: list[str]):
         elif rank == 0:
             cfg = fit_steps(cfg)
             derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
-            derived["mechanisms"] = sorted(list_parts(cfg))
+            derived["mechanisms"] = sorted(list_parts())
             with file_errors():
                 print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1), flush=True)
     except RunError as error:

@@ -1,7 +1,7 @@
 """Measure the effect of mechanisms: a preset without each of them against the whole preset, over seeds.
 
     python records/ablate.py --preset=laptop --mechanisms=value_embed,softcap --seeds=5
-    python records/ablate.py --preset=laptop                # all, as in derived.mechanisms of --print_config
+    python records/ablate.py --preset=laptop                # all parts that it has
 
 Prints for each mechanism the change of the final validation loss if it is switched off, paired by seed, with
 its 95 % confidence interval. A mechanism whose change is above zero helps. The verdicts are corrected by
@@ -41,6 +41,16 @@ def find_folder(logs_dir: Path, source: bytes, preset: str, extra: list[str], jo
     return folder
 
 
+def find_parts(cfg: gpt.Config) -> dict[str, gpt.Config]:
+    """{name: the config without this part}, for the parts that this config has and can leave out."""
+    found = {}
+    for name, changes in gpt.list_parts().items():
+        changed = gpt.change_options(cfg, changes)
+        if changed != cfg and not any(is_wrong for is_wrong, _ in gpt.find_problems(changed)):
+            found[name] = changed
+    return found
+
+
 def keep_seeds(record: results.Record, seeds: int) -> results.Record:
     """A record without the seeds that only an earlier call asked for."""
     return record._replace(results=[result for result in record.results if result["seed"] < seeds])
@@ -62,7 +72,7 @@ def main() -> None:
     options = gpt.parse_argv([f"--preset={args.preset}", *args.extra])
     for name in OWN_OPTIONS & options.keys() - {"preset"}:
         raise RecordError(f"--extra=--{name} would replace an option of ablate.py: leave it out")
-    parts = gpt.list_parts(gpt.make_config(options))
+    parts = find_parts(gpt.make_config(options))
     names = args.mechanisms.split(",") if args.mechanisms else sorted(parts)
     for name in set(names) - set(parts):
         raise RecordError(f"--mechanisms={name} is not a part of this recipe: {', '.join(parts)}")

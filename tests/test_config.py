@@ -10,6 +10,8 @@ import pytest
 import torch
 from conftest import ROOT, gpt, run
 
+from records.ablate import find_parts
+
 PRESETS = [*gpt.PRESETS, *sorted(path.stem for path in (ROOT / "records/presets").glob("*.json"))]
 
 
@@ -106,27 +108,16 @@ def test_a_preset_resolves_and_survives_the_command_line(name):
 @pytest.mark.parametrize("name", ["track_1", "frontier", "laptop", "smoke_frontier", "muonh"])
 def test_a_preset_without_each_of_its_parts(name):
     """A valid config, which lacks the part."""
-    parts = gpt.list_parts(gpt.make_config({"preset": name}))
+    parts = find_parts(gpt.make_config({"preset": name}))
     assert len(parts) > 10
     for part in parts:
-        assert part not in gpt.list_parts(gpt.make_config({"preset": name, "without": part}))
+        assert part not in find_parts(gpt.make_config({"preset": name, "without": part}))
 
 
 @pytest.mark.parametrize("command", ["train_gpt.py --print_config", "records/validate.py --target=9 records/laptop/*"])
 def test_a_closed_pipe_is_no_traceback(command):
     done = subprocess.run(f"{sys.executable} {command} | true", shell=True, cwd=ROOT, capture_output=True, text=True)
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
-
-
-def test_parts_have_no_order():
-    """muon includes variance, mudd_out reads value_embed. A tied head contradicts an untied one."""
-    without = {text: gpt.make_config({"preset": "frontier", "without": text}).layers for text in (
-        "mudd_out,value_embed", "value_embed,mudd_out")}
-    assert len({*without.values()}) == 1
-    assert gpt.make_config({"preset": "quick", "without": "muon,variance"}).groups["matrix"].rule == "adamw"
-    for text, line in (("tie_head,untied_head", "brings another back"), ("value_embed", "can leave out fp8, ")):
-        with pytest.raises(gpt.RunError, match=line):
-            gpt.make_config({"preset": "frontier", "without": text})
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 9])
@@ -285,7 +276,7 @@ def test_print_config_needs_neither_cuda_nor_data(here, capsys):
     assert gpt.main(["--preset=track_1", "--device=cpu", "--print_config"]) == 0 and not list(here.iterdir())
     config = json.loads(capsys.readouterr().out)
     assert config["num_iterations"] == 1670 and config["derived"]["num_params"] == 271_024_967
-    assert config["derived"]["mechanisms"] == sorted(gpt.list_parts(gpt.make_config({"preset": "track_1"})))
+    assert config["derived"]["mechanisms"] == sorted(gpt.list_parts())
     assert gpt.config_from_dict(config) == gpt.make_config({"preset": "track_1", "device": "cpu"})
 
 

@@ -10,6 +10,8 @@ from conftest import CPU_FORMS, gpt, make_runtime, smoke_run
 from record92_reference import RECORD_92, write_vocabulary
 from run_float64 import Torch
 
+from records.ablate import find_parts
+
 CPU = torch.device("cpu")
 SMALL = dict(
     preset="frontier", device="cpu", vocab_size=50, vocab_multiple=2, model_dim=48, num_heads=6, head_dim=8,
@@ -349,7 +351,7 @@ def test_low_bits():
 
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("part", sorted(gpt.list_parts(gpt.load_preset("frontier"))))
+@pytest.mark.parametrize("part", sorted(find_parts(gpt.load_preset("frontier"))))
 def test_without(part, monkeypatch):
     """Without each part of the newest recipe two steps are finite, in fast forms and with FP8."""
     torch.manual_seed(0)

@@ -6,19 +6,18 @@ import math
 import pytest
 from conftest import CPU_FORMS, gpt, make_runtime, smoke_config, start_prefetcher
 
+from records.ablate import find_parts
+
 OPTIONS = {
-    field.name: field.metadata["off"] for field in dataclasses.fields(gpt.Config) if "off" in field.metadata
+    field.name: field.metadata["off"]
+    for field in dataclasses.fields(gpt.Config) if field.metadata["off"] is not None
 }
-SEVERAL = {"muon", "variance", "row_adam", "untied_head"}  # parts of several options or fields
+SEVERAL = {"muon", "row_adam", "batch_warmup"}  # parts of several options or fields
 SPECIAL = {  # a part that is not one option: (preset, place, field, its values in all rows)
     "adam_odd_steps": ("frontier", "groups", "every", {1}),
-    "short_windows": ("frontier", "layers", "attention", {"long", "none"}),
-    "dropped_attention": ("frontier", "layers", "attention", {"long", "short"}),
     "dropped_mlp": ("track_1", "layers", "mlp", {True}),
     "value_embed": ("track_1", "layers", "value_embed", {None}),
     "multi_token": ("frontier", "stages", "loss_weights", {((1, 1),)}),
-    "window_warmup": ("track_1", "stages", "window_long", {1408}),
-    "batch_warmup": ("frontier", "stages", "tokens_per_step", {None}),
     **{
         part: ("frontier", "layers", part, {off})
         for off, parts in (
@@ -43,18 +42,23 @@ def without(part: str, preset: str) -> tuple[gpt.Config, dict]:
     return after, {name: getattr(after, name) for name in changed - {"without"}}
 
 
-@pytest.mark.parametrize("preset", ["track_1", "frontier"])
-def test_an_option_gets_its_value_of_off(preset):
-    parts = gpt.list_parts(gpt.make_config({"preset": preset})).keys()
-    assert {*OPTIONS, *SPECIAL, *SEVERAL, "polar_express"} >= parts
-    for part in parts & OPTIONS.keys():
-        assert without(part, preset)[1] == {part: OPTIONS[part]}
+def test_every_part_is_known_here():
+    assert {*OPTIONS, *SPECIAL, *SEVERAL} == gpt.list_parts().keys()
+
+
+@pytest.mark.parametrize("part", sorted(OPTIONS))
+def test_an_option_gets_its_value_of_off(part):
+    """Or the option is off in this preset."""
+    for preset in ("track_1", "frontier"):
+        assert without(part, preset)[1] in ({}, {part: OPTIONS[part]})
+    assert getattr(gpt.make_config({"preset": "track_1", "without": part}), part) == OPTIONS[part]
 
 
 @pytest.mark.parametrize("part", SPECIAL)
 def test_a_field_gets_one_value_in_all_rows(part):
     preset, place, field, values = SPECIAL[part]
-    after, changes = without(part, preset)
+    extra = ",mudd_out" if part == "value_embed" else ""  # which reads it, in frontier
+    after, changes = without(part + extra, preset)
     assert changes.keys() == {place}
     rows = getattr(after, place)
     assert {getattr(row, field) for row in (rows.values() if place == "groups" else rows)} == values
@@ -65,20 +69,28 @@ def test_parts_of_several_options():
     matrix = after.groups["matrix"]
     assert changes.keys() == {"groups"}
     assert (matrix.rule, matrix.lr, matrix.betas, matrix.weight_decay) == ("adamw", 0.0018, (0.9, 0.95), 0.1)
-    for preset, rule in dict(frontier="muon", muonh="muonh", laptop="muon").items():
-        assert without("variance", preset)[0].groups["matrix"].rule == rule
     assert without("row_adam", "frontier")[0].groups["ngram"].rule == "adamw"
-    assert without("polar_express", "frontier")[1] == dict(orthogonalize="newton_schulz")
-    after, changes = without("untied_head", "track_1")
-    assert changes.keys() == {"tie_head", "embed_std", "groups"}
-    assert (after.tie_head, after.embed_std, after.groups["head"].lr) == (True, (0.02, 1.0), 0.0036)
+    after, _ = without("batch_warmup", "frontier")
+    assert {(row.tokens_per_step, row.seq_len, row.lr_factor) for row in after.stages} == {(None, None, 1.0)}
 
 
-@pytest.mark.parametrize("part", sorted(gpt.list_parts(smoke_config(num_layers=5)).keys() - {"fp8"}))
+def test_parts_that_contradict_the_rest_get_the_line_of_the_check(capsys):
+    """In frontier mudd_out reads value embeddings."""
+    assert gpt.main(["--preset=frontier", "--without=value_embed", "--print_config"]) == 2
+    assert "unknown attention or input" in capsys.readouterr().err
+    layers = {gpt.make_config({"preset": "frontier", "without": text}).layers
+              for text in ("mudd_out,value_embed", "value_embed,mudd_out")}
+    assert len(layers) == 1
+
+
+PARTS = sorted(find_parts(smoke_config(num_layers=5)).keys() - {"fp8"})
+
+
+@pytest.mark.parametrize("part", PARTS)
 def test_without_a_part_it_is_gone_and_training_goes_on(part, shards):
     """Four steps: the loss falls below ln 257, of a uniform guess. test_frontier.py has frontier."""
     cfg = smoke_config(shards, num_layers=5, tokens_per_step=512, num_iterations=4, without=part)
-    assert part not in gpt.list_parts(cfg)
+    assert part not in find_parts(cfg)
     trainer, losses = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS)), []
     batches = start_prefetcher(trainer)
     for step in range(4):
@@ -87,10 +99,10 @@ def test_without_a_part_it_is_gone_and_training_goes_on(part, shards):
     assert losses[3] < math.log(257) < losses[0] < 7
 
 
-def test_only_a_part_that_is_there_can_be_taken_away(capsys):
-    for part in ("xsa", "qknorm"):
-        assert gpt.main(["--preset=quick", f"--without={part}", "--print_config"]) == 2
-        assert f"--without={part}" in capsys.readouterr().err
+def test_an_unknown_part_ends_with_the_names_of_all(capsys):
+    assert gpt.main(["--preset=quick", "--without=qknorm", "--print_config"]) == 2
+    error = capsys.readouterr().err
+    assert "--without=qknorm" in error and "qk_norm" in error
 
 
 def test_without_reaches_layers_and_stages_given_by_hand():
@@ -98,8 +110,8 @@ def test_without_reaches_layers_and_stages_given_by_hand():
     cfg = gpt.make_config({"preset": "smoke", "layers": layers, "without": "skip_from"})
     assert cfg.layers == (gpt.LayerSpec(),) * 4
     stages = (gpt.Stage(1, 64, 64), gpt.Stage(1, 256, 128))
-    cfg = gpt.make_config({"preset": "smoke", "stages": stages, "without": "window_warmup"})
-    assert [stage.window_long for stage in cfg.stages] == [256, 256] and cfg.val_windows == (320, 128)
+    cfg = gpt.make_config({"preset": "smoke", "stages": stages, "without": "multi_token"})
+    assert [stage.window_long for stage in cfg.stages] == [64, 256]
 
 
 def test_given_options_win():

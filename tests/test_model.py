@@ -91,7 +91,7 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
 SWITCHES = (
     dict(num_layers=6), dict(attention_gate_dim=0), dict(qk_norm="off"), dict(qk_group_heads=1),
     dict(x0_mix="off"), dict(without="softcap"), dict(yarn_max_window=0), dict(gains="norm,output"),
-    dict(without="skip_from,value_embed,dropped_attention,dropped_mlp"),
+    dict(without="skip_from,value_embed,dropped_mlp", layers='{"attention": "long"}'),
 )  # fmt: skip
 
 
