@@ -749,16 +749,8 @@ class GPT(nn.Module):
         self.value_embeds = nn.ParameterDict({
             str(i): parameter(normal(shape, cfg.embed_std[1]).to(storage), "value_embed", is_table=True)
             for i in sorted(used_tables)})
-        self.all_scalars = [s for layer in range(cfg.num_layers) for s in layer_scalars(cfg, layer)]
-        self.blocks = nn.ModuleList(Block(cfg, i, self.all_scalars) for i in range(cfg.num_layers))
-        self.reads = [{*block.embeddings, *block.spec.inputs()} for block in self.blocks]  # acts
-
-        # Learned scalars of all layers, with source (group, None): one parameter per group
-        self.scalars = nn.ParameterDict()
-        for group in cfg.groups:
-            init = [value for s in self.all_scalars if s.source == (group, None) for value in s.init]
-            if init:
-                self.scalars[group] = parameter(torch.tensor(init), group)
+        self.blocks = nn.ModuleList(Block(cfg, i) for i in range(cfg.num_layers))
+        self.reads = [{*block.embeddings, *block.spec.inputs()} for block in self.blocks]  # names in acts
         self.gates_scale = None  # learned output scale of the gates of all layers. MUDD's is constant
         if any(block.gates is not None for block in self.blocks):
             self.gates_scale = parameter(torch.tensor([TokenGates.SCALE]), "gate", lr_mul=0.1, wd_mul=0.0)
@@ -789,7 +781,7 @@ class GPT(nn.Module):
         self.wait_for(0)  # the embedding. The loop below repeats it
         table = self.head.weight if self.is_tied else self.embed
         x = F.embedding(batch.inputs, table).to(ops.dtype)  # (T, D)
-        acts, scalars, ngrams = {}, {}, None
+        acts, token_scalars, ngrams = {}, {}, None
         if self.ngram is not None:  # hashed n-gram embedding with signs (2026-01-19, 2026-05-20, record 92)
             order, is_start = self.cfg.ngram_order, step_inputs.is_sequence_start
             rows = None
@@ -806,7 +798,8 @@ class GPT(nn.Module):
             self.wait_for(segment)
             for name in sorted(reads.keys() & set().union(*self.reads[layers.start : layers.stop])):
                 acts[name] = reads.pop(name)().to(ops.dtype)  # (T, D)
-            x, acts, scalars = self.run_segment(layers, x, acts, scalars, batch.doc_ids, step_inputs, ops)
+            x, acts, token_scalars = self.run_segment(
+                layers, x, acts, token_scalars, batch.doc_ids, step_inputs, ops)
         return x
 
     def sum_ngrams(self, rows, sign_rows, dtype):
@@ -814,57 +807,159 @@ class GPT(nn.Module):
         signs = F.embedding(sign_rows, self.ngram_signs).to(dtype)  # (n, T, D)
         return sum(rows.to(dtype).view_as(signs) * signs)  # Python's sum over n: faster than Tensor.sum()
 
-    def run_segment(self, layers: range, x, acts, scalars, doc_ids, step_inputs, ops):
-        """Run consecutive layers. Returns x, and the acts (T, D) and scalars per token for later layers."""
+    def run_segment(self, layers: range, x, acts, token_scalars, doc_ids, step_inputs, ops):
+        """Run consecutive layers. Returns x, and what later layers need: acts {name: (T, D)}, and scalars
+        per token {layer: {name: (T, n)}}."""
         acts = dict(acts)
-        scalars = dict(scalars)
-        learned = {}  # sliced in each graph, else each slice is an input
-        for group, param in self.scalars.items():
-            sliced = [s for s in self.all_scalars if s.source == (group, None)]
-            learned |= split_scalars(sliced, param.to(ops.dtype))
+        token_scalars = dict(token_scalars)
 
         # Embedding: smear (2025-09-18), then norm
         if layers.start == 0:
-            smear_gate = self.blocks[0].smear_gate
-            if smear_gate is not None:
-                gate = torch.sigmoid(x[:, : len(smear_gate)] @ smear_gate.type_as(x)[:, None])  # (T, 1)
+            first = self.blocks[0]
+            if first.smear_gate is not None:
+                gate_inputs = x[:, : len(first.smear_gate)]
+                gate = torch.sigmoid(gate_inputs @ first.smear_gate.type_as(x)[:, None])  # (T, 1)
                 previous = x.roll(1, 0).masked_fill(step_inputs.is_sequence_start[:, None], 0)
-                x = add_scaled(x, learned[0, "smear"] * gate, previous)
-            x = acts["x0"] = ops.rms_norm(x)
+                x = add_scaled(x, first.scalars["smear"].type_as(x) * gate, previous)
+            x = ops.rms_norm(x)
+            acts["x0"] = x
 
         masks = {}  # one for each (attention, paired) in this segment
         for layer in layers:
             block = self.blocks[layer]
             spec = block.spec
-            if block.gates is not None:
-                scalars |= block.gates(x, self.gates_scale)
-            if block.mudd is not None:
-                scalars |= block.mudd(x, TokenGates.SCALE)
-            s = {name: values for (number, name), values in (learned | scalars).items() if number == layer}
+            for generator, output_scale in ((block.gates, self.gates_scale), (block.mudd, TokenGates.SCALE)):
+                if generator is not None:
+                    for user, values in generator(x, output_scale).items():  # this layer, or a later one
+                        token_scalars[user] = token_scalars.get(user, {}) | values
+            s = {name: value.to(ops.dtype) for name, value in block.scalars.items()}
+            s |= token_scalars.pop(layer, {})
             if "ngram_in" in s:  # as published, layer 0's gates do not see its n-grams
                 x = add_scaled(x, s["ngram_in"], acts["ngram"])
             if layer == 0:
                 acts["x_in"] = x
-            kind = (spec.attention, spec.paired)
-            if spec.attention != "none" and kind not in masks:
+            mask_key = (spec.attention, spec.paired)
+            if spec.attention != "none" and mask_key not in masks:
                 window = step_inputs.windows[int(spec.attention == "short")]
-                masks[kind] = ops.make_mask(doc_ids.repeat_interleave(1 + spec.paired), window)
-            x = block(x, acts, s, masks.get(kind), step_inputs, ops)
+                masks[mask_key] = ops.make_mask(doc_ids.repeat_interleave(1 + spec.paired), window)
+            x = block(x, acts, s, masks.get(mask_key), step_inputs, ops)
             acts[f"h{layer}"] = x
         if layers.stop == len(self.blocks):
             x = ops.rms_norm(x)
         read_later = set().union(*self.reads[layers.stop :])
         acts = {name: act for name, act in acts.items() if name in read_later}
-        return x, acts, {key: values for key, values in scalars.items() if key[0] >= layers.stop}
+        return x, acts, token_scalars
+
+
+class Scalar(typing.NamedTuple):
+    """A multiplier in a layer, with n values. source: the parameter group of learned ones (n,), or which
+    TokenGates compute its values per token (T, n): gates, mudd or mudd_out."""
+
+    name: str
+    source: str
+    init: tuple[float, ...]  # n values
+
+
+# Names of scalars, by where they act
+#   x0, ngram, ngram_in, x_in    weights of the embeddings that are added to the residual stream
+#   smear                        weight of the previous token's embedding, times a gate
+#   skip, skip_gate              logit of the U-Net skip's weight, and a factor
+#   resid                        scale of the residual stream, in record 32
+#   resid_attn, resid_mlp        scales of the residual stream past attention and MLP, in record 92
+#   v_scale, qkv_scale           scale of the values, or of the matrix of queries, keys and values
+#   ve_scale, ve_gate            weight of the value embedding, or one for each half of the heads
+#   xsa, head_gate               for each head: part that exclusive self attention subtracts, output's scale
+#   proj_scale, proj_out         learned scales of attention's output matrix
+#   down_out                     learned scale of the MLP's output matrix
+#   attn_out, mlp_out            scales of the outputs per token, in place of proj_out and down_out
+#   mudd_v, mudd_x, mudd_out     weights of dense connections into values, input and output
+
+
+def layer_scalars(cfg, layer: int):
+    """The scalars of a layer. Sources: records 9, 15 and 32, and records of 2026."""
+    spec = cfg.layers[layer]
+    scalars = []
+    has_attention = spec.attention != "none"
+    has_mudd = bool(spec.mudd_in)
+    is_after = cfg.x0_mix == "after_attention"
+
+    # Where scalars come from that are learned in one recipe, and computed per token in another
+    of_heads_and_skips = "mix" if spec.gates_from is None else "gates"
+    of_stream = "mudd" if has_mudd else "residual"
+    of_outputs = "mudd" if has_mudd else "mix"
+    of_embeddings = "scalar"
+    if is_after:
+        of_embeddings = "mudd" if has_mudd else of_heads_and_skips
+
+    def add(name: str, source: str, *init: float):
+        scalars.append(Scalar(name, source, init))
+
+    # Scale of the residual stream in record 32. In record 92 it is resid_attn and resid_mlp
+    if cfg.x0_mix == "before":
+        add("resid", "scalar", 1.0)
+    # Embeddings that enter the residual stream, before attention or after it
+    if spec.x0 and cfg.x0_mix != "off":
+        # As published, a layer with MUDD adds x_in in place of x0, although mudd_in has it already
+        add("x_in" if has_mudd and is_after else "x0", of_embeddings, 0.0)
+    if spec.ngram and cfg.ngram_rows:
+        add("ngram_in" if is_after and layer == 0 else "ngram", of_embeddings, 0.05)
+
+    # U-Net skip: the logit of its weight, and with gates_from a factor per token
+    if spec.skip_from is not None:
+        add("skip", "scalar", -1.5)
+        if spec.gates_from is not None:
+            add("skip_gate", "gates", 0.5)
+
+    # Values and value embeddings
+    if has_attention:
+        # Record 32 scales the values, record 92 the whole matrix of queries, keys and values
+        add("qkv_scale" if cfg.residual_init else "v_scale", "scalar", 0.5)
+        if spec.value_embed is not None and has_mudd:
+            add("ve_gate", "mudd", 2.0, 2.0)
+        elif spec.value_embed is not None and not cfg.value_gate_dim:
+            add("ve_scale", "scalar", 0.5)
+
+    # Residual stream and outputs of the sublayers in record 92. Its projection has two learned scales, in
+    # groups with different learning rates
+    if cfg.residual_init:
+        if has_attention:
+            add("proj_scale", "scalar", 1.0)
+            add("attn_out" if has_mudd else "proj_out", of_outputs, 1.0)
+        if has_attention or spec.x0 or spec.ngram:  # else resid_mlp scales the same x
+            add("resid_attn", of_stream, cfg.residual_init)
+        add("resid_mlp", of_stream, cfg.residual_init)
+        if spec.mlp:
+            add("mlp_out" if has_mudd else "down_out", of_outputs, 1.0)
+
+    # Scalars of heads
+    if has_attention and spec.xsa:
+        add("xsa", of_heads_and_skips, *[0.0] * cfg.num_heads)
+    if has_attention and spec.head_gate:
+        add("head_gate", of_heads_and_skips, *[0.25] * cfg.num_heads)
+
+    if layer == 0 and cfg.smear:
+        add("smear", "scalar", 0.0)
+
+    # Dense connections
+    num_sources = 1 + len(spec.mudd_in)
+    if has_attention and has_mudd:
+        add("mudd_v", "mudd", *[0.0] * num_sources)
+    if has_mudd:
+        add("mudd_x", "mudd", *[0.0] * num_sources)
+    if spec.mudd_out:  # as published, the weight of attention's source starts at -0.5
+        init = [0.0] * len(spec.mudd_out)
+        if f"h{spec.attention_from}" in spec.mudd_out:
+            init[spec.mudd_out.index(f"h{spec.attention_from}")] = -0.5
+        add("mudd_out", "mudd_out", *init)
+    return scalars
 
 
 class Block(nn.Module):
-    def __init__(self, cfg, layer: int, scalars: list[Scalar]):
+    def __init__(self, cfg, layer: int):
         super().__init__()
+        self.layer = layer
         self.spec = cfg.layers[layer]
         self.x0_mix = cfg.x0_mix
-        names = {s.name for s in scalars if s.layer == layer}
-        self.embeddings = [name for name in ("ngram", "x0", "x_in") if name in names]  # added to x
         self.attention = self.attn_gain_in = self.attn_gain_out = None
         self.mlp = self.mlp_gain_in = self.mlp_gain_out = self.second_mlp = None
         if self.spec.attention != "none":
@@ -876,13 +971,25 @@ class Block(nn.Module):
         if self.spec.second_mlp:
             self.second_mlp = MLP(cfg)
 
-        # Per-token scalars: gates (also for later layers) and mudd run before the layer, mudd_out at its end
-        self.gates = self.mudd = self.mudd_out = None
-        for name, lr_mul in (("gates", 0.1), ("mudd", 0.25), ("mudd_out", 0.25)):
-            outputs = [s for s in scalars if s.source == (name, layer)]
-            if outputs:
-                num_groups = cfg.mudd_groups if name == "mudd_out" else 1
-                setattr(self, name, TokenGates(cfg, outputs, lr_mul, num_groups))
+        # Learned scalars (n,), and the names of the embeddings that they add to x
+        scalars = layer_scalars(cfg, layer)
+        self.scalars = nn.ParameterDict()
+        for scalar in scalars:
+            if scalar.source in cfg.groups:
+                self.scalars[scalar.name] = parameter(torch.tensor(scalar.init), scalar.source)
+        names = [scalar.name for scalar in scalars]
+        self.embeddings = [name for name in ("ngram", "x0", "x_in") if name in names]
+
+        # Scalars per token. gates (of this and later layers) and mudd run before the layer, mudd_out after
+        gates = []
+        for user in range(layer, cfg.num_layers):
+            if cfg.layers[user].gates_from == layer:
+                gates += [(user, scalar) for scalar in layer_scalars(cfg, user) if scalar.source == "gates"]
+        mudd = [(layer, scalar) for scalar in scalars if scalar.source == "mudd"]
+        mudd_out = [(layer, scalar) for scalar in scalars if scalar.source == "mudd_out"]
+        self.gates = TokenGates(cfg, gates, 0.1) if gates else None
+        self.mudd = TokenGates(cfg, mudd, 0.25) if mudd else None
+        self.mudd_out = TokenGates(cfg, mudd_out, 0.25, cfg.mudd_groups) if mudd_out else None
         self.smear_gate = None
         if layer == 0 and cfg.smear:
             weight = torch.zeros(min(12, cfg.model_dim), dtype=getattr(torch, cfg.embed_dtype))
@@ -935,7 +1042,7 @@ class Block(nn.Module):
 
         # Dense connections into the output, with weights (T, 1) or, for G groups of channels, (T, 1, G)
         if self.mudd_out is not None:
-            (weights,) = self.mudd_out(x, TokenGates.SCALE).values()
+            weights = self.mudd_out(x, TokenGates.SCALE)[self.layer]["mudd_out"]
             for name, weight in zip(spec.mudd_out, weights.split(1, dim=1)):
                 if weight.dim() == 3:
                     weight = weight[:, 0].repeat_interleave(x.size(1) // weight.size(2), dim=1)  # (T, D)
@@ -1042,34 +1149,41 @@ class MLP(nn.Module):
 
 
 class TokenGates(nn.Module):
-    """Per-token scalars of layers, by a two-layer MLP. Source: MUDD, arXiv 2502.12170, 2026-04-22."""
+    """Scalars per token, by a two-layer MLP: output_scale * (proj gelu(fc x) + bias). Source: MUDD, arXiv
+    2502.12170, 2026-04-22."""
 
     SCALE, HIDDEN = 0.1, 64  # output scale (constant for MUDD, initial for gates), hidden channels
 
-    def __init__(self, cfg, outputs: list[Scalar], lr_mul: float, num_groups: int = 1):
-        """num_groups > 1: each scalar has a value for each of num_groups groups of channels (record 92)."""
+    def __init__(self, cfg, outputs: list[tuple[int, Scalar]], lr_mul: float, num_groups: int = 1):
+        """outputs: scalars, each with the layer that uses it. num_groups > 1: each scalar has a value for
+        each of num_groups groups of channels (record 92)."""
         super().__init__()
         self.outputs = outputs
         self.num_groups = num_groups
-        init = [value / self.SCALE for s in outputs for value in s.init]
+        init = [value / self.SCALE for _, scalar in outputs for value in scalar.init]
         hidden, dim, storage = self.HIDDEN, cfg.model_dim, getattr(torch, cfg.embed_dtype)
-        # parameter(values, group, lr_mul, wd_mul). As published, the decay has the square of lr_mul
-        self.fc = parameter(uniform((hidden, dim), (3 * dim) ** -0.5)[0].to(storage), "gate", lr_mul, lr_mul)
-        self.proj = parameter(torch.zeros(len(init), hidden, dtype=storage), "gate", lr_mul, lr_mul)
-        self.bias = parameter(torch.tensor(init).to(storage), "gate", lr_mul, 0.0)
+        decays = dict(lr_mul=lr_mul, wd_mul=lr_mul)  # as published, the decay has the square of lr_mul
+        fc = uniform((hidden, dim), (3 * dim) ** -0.5)[0].to(storage)
+        self.fc = parameter(fc, "gate", **decays)  # (hidden, D)
+        self.proj = parameter(torch.zeros(len(init), hidden, dtype=storage), "gate", **decays)
+        self.bias = parameter(torch.tensor(init).to(storage), "gate", lr_mul=lr_mul, wd_mul=0.0)
         self.group_proj = None
         if num_groups > 1:
             zeros = torch.zeros(len(init) * num_groups, hidden, dtype=storage)
-            self.group_proj = parameter(zeros, "gate", lr_mul, lr_mul)
+            self.group_proj = parameter(zeros, "gate", **decays)
 
     def forward(self, x, output_scale: Tensor | float):
-        """x (T, D) -> {(layer, name): (T, n), or (T, n, num_groups)}."""
+        """x (T, D) -> {layer: {name: (T, n), or (T, n, num_groups)}}."""
         hidden = F.gelu(linear(x, self.fc))  # (T, hidden)
         y = scale(linear(hidden, self.proj) + self.bias.type_as(x), output_scale)  # (T, sum of all n)
         if self.group_proj is not None:
             per_group = scale(linear(hidden, self.group_proj), output_scale)
             y = y[..., None] + per_group.unflatten(1, (-1, self.num_groups))
-        return split_scalars(self.outputs, y)
+        values: dict[int, dict[str, Tensor]] = {}
+        sizes = [len(scalar.init) for _, scalar in self.outputs]
+        for (layer, scalar), part in zip(self.outputs, y.split(sizes, dim=1)):
+            values.setdefault(layer, {})[scalar.name] = part
+        return values
 
 
 class Head(nn.Module):
@@ -1111,114 +1225,6 @@ class Head(nn.Module):
 
     def compute_logits(self, x):
         return self.softcap(linear(x, self.weight))
-
-
-class Scalar(typing.NamedTuple):
-    """A multiplier in a layer: its initial values, and its source. The source is (group, None) for learned
-    scalars, or (kind, layer) for token gates: gates, mudd or mudd_out."""
-
-    layer: int
-    name: str
-    source: tuple[str, int | None]
-    init: tuple[float, ...]
-
-
-def split_scalars(scalars: list[Scalar], values):
-    """Divide values (n,), (T, n) or (T, n, groups) of all scalars. Returns {(layer, name): values}."""
-    parts = values.split([len(scalar.init) for scalar in scalars], dim=min(1, values.dim() - 1))
-    return {(scalar.layer, scalar.name): part for scalar, part in zip(scalars, parts)}
-
-
-# Scalars of a layer, by where they act. (T, n) with a source per token, else (n,)
-#   x0, ngram, ngram_in, x_in    weights of the embeddings that are added to the residual stream
-#   smear                        weight of the previous token's embedding, times a gate
-#   skip, skip_gate              logit of the U-Net skip's weight, and a factor
-#   resid                        scale of the residual stream, in record 32
-#   resid_attn, resid_mlp        scales of the residual stream past attention and MLP, in record 92
-#   v_scale, qkv_scale           scale of the values, or of the matrix of queries, keys and values
-#   ve_scale, ve_gate            weight of the value embedding, or one for each half of the heads
-#   xsa, head_gate               for each head: part that exclusive self attention subtracts, output's scale
-#   proj_scale, proj_out         learned scales of attention's output matrix
-#   down_out                     learned scale of the MLP's output matrix
-#   attn_out, mlp_out            scales of the outputs per token, in place of proj_out and down_out
-#   mudd_v, mudd_x, mudd_out     weights of dense connections into values, input and output
-
-
-def layer_scalars(cfg, layer: int):
-    """The multipliers of a layer. Sources: records 9, 15 and 32, and records of 2026."""
-    spec = cfg.layers[layer]
-    scalars = []
-    has_attention = spec.attention != "none"
-    has_mudd = bool(spec.mudd_in)
-    is_after = cfg.x0_mix == "after_attention"
-
-    # Sources: for_embeddings of x0 and n-grams, for_gates of heads and skips, for_outputs of sublayers
-    scalar, mudd = ("scalar", None), ("mudd", layer)
-    for_gates = ("mix", None) if spec.gates_from is None else ("gates", spec.gates_from)
-    for_stream = mudd if has_mudd else ("residual", None)
-    for_outputs = mudd if has_mudd else ("mix", None)
-    for_embeddings = scalar
-    if is_after:
-        for_embeddings = mudd if has_mudd else for_gates
-
-    def add(name: str, source: tuple[str, int | None], *init: float):
-        scalars.append(Scalar(layer, name, source, init))
-
-    # Embeddings that enter the residual stream, before attention or after it
-    if cfg.x0_mix == "before":  # record 32's scale of the residual stream is in group scalar
-        add("resid", scalar, 1.0)
-    if spec.x0 and cfg.x0_mix != "off":
-        # As published, a layer with MUDD adds x_in instead, in frontier a second time (see mudd_in)
-        add("x_in" if has_mudd and is_after else "x0", for_embeddings, 0.0)
-    if spec.ngram and cfg.ngram_rows:
-        add("ngram_in" if is_after and layer == 0 else "ngram", for_embeddings, 0.05)
-
-    # U-Net skip: the logit of its weight, and with gates_from a factor per token
-    if spec.skip_from is not None:
-        add("skip", scalar, -1.5)
-        if spec.gates_from is not None:
-            add("skip_gate", for_gates, 0.5)
-
-    # Values and value embeddings
-    if has_attention:
-        # As published: record 32 scales the values, record 92 the matrix of queries, keys and values
-        add("qkv_scale" if cfg.residual_init else "v_scale", scalar, 0.5)
-        if spec.value_embed is not None and has_mudd:
-            add("ve_gate", mudd, 2.0, 2.0)
-        elif spec.value_embed is not None and not cfg.value_gate_dim:
-            add("ve_scale", scalar, 0.5)
-
-    # Residual stream and outputs of the sublayers. A learned scale of an output multiplies its matrix. As
-    # published, the projection has two: proj_scale in group scalar, and proj_out
-    if cfg.residual_init:
-        if has_attention:
-            add("proj_scale", scalar, 1.0)
-            add("attn_out" if has_mudd else "proj_out", for_outputs, 1.0)
-        if has_attention or spec.x0 or spec.ngram:  # else resid_mlp scales the same x
-            add("resid_attn", for_stream, cfg.residual_init)
-        add("resid_mlp", for_stream, cfg.residual_init)
-        if spec.mlp:
-            add("mlp_out" if has_mudd else "down_out", for_outputs, 1.0)
-
-    # Per-head scalars
-    if has_attention and spec.xsa:
-        add("xsa", for_gates, *[0.0] * cfg.num_heads)
-    if has_attention and spec.head_gate:
-        add("head_gate", for_gates, *[0.25] * cfg.num_heads)
-
-    if layer == 0 and cfg.smear:
-        add("smear", scalar, 0.0)
-
-    # Dense connections
-    num_sources = 1 + len(spec.mudd_in)
-    if has_attention and has_mudd:
-        add("mudd_v", mudd, *[0.0] * num_sources)
-    if has_mudd:
-        add("mudd_x", mudd, *[0.0] * num_sources)
-    if spec.mudd_out:  # as published, attention's source starts at -0.5
-        add("mudd_out", ("mudd_out", layer), *(
-            -0.5 if name == f"h{spec.attention_from}" else 0.0 for name in spec.mudd_out))
-    return scalars
 
 
 def make_gains(cfg):
@@ -1518,11 +1524,14 @@ def plan_buckets(model, cfg):
 
 
 def find_segment(name: str, model):
-    """Number of the segment that reads a parameter first. An untied head is the last one."""
+    """Number of the segment that reads a parameter first. An untied head is the last one. The first one also
+    has the learned scalars of all layers, so that they share a bucket for each group."""
     if name == "head.weight":
         return 0 if model.is_tied else len(model.segments)
     words = name.split(".")
-    layer = int(words[1]) if words[0] == "blocks" else 0
+    layer = 0
+    if words[0] == "blocks" and words[2] != "scalars":
+        layer = int(words[1])
     return next(number for number, layers in enumerate(model.segments) if layer in layers)
 
 

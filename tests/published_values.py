@@ -135,8 +135,20 @@ def matrices(attention, mlps, dim, hidden, std, out=ZERO):
     }
 
 
-def scalars(group, *values):
-    return {f"scalars.{group}": Parameter((len(values),), FP32, group, list(values))}
+def scalars(group, name, value, layers):
+    """A learned scalar of these layers."""
+    return of_layers(layers, f"scalars.{name}", (1,), FP32, group, [value])
+
+
+def scalars_32(layers, attention, values, skips):
+    """The scalars of record 32's layers: a, b, s0, s1 and the skip's logit."""
+    return {
+        **scalars("scalar", "resid", 1.0, layers),
+        **scalars("scalar", "x0", 0.0, layers),
+        **scalars("scalar", "v_scale", 0.5, attention),
+        **scalars("scalar", "ve_scale", 0.5, values),
+        **scalars("scalar", "skip", -1.5, skips),
+    }
 
 
 # B1: 12 slots, width 768, 6 x 128, MLP 3,072. B3, B4, B5, B7, B8. Embedding N(0, 1) and head zero: A8, B is
@@ -144,7 +156,7 @@ def scalars(group, *values):
 # attention, s1 of 6 layers with a value embedding. B11: the gates are in the Muon group
 STD_768 = ("uniform", 0.5 * 768**-0.5)  # B4, B5, C92.2: std of the uniform start, bound sqrt(3) * std
 TRACK_1_ATTENTION = [i for i in range(12) if i != 7]
-TRACK_1_SCALARS = scalars("scalar", *[-1.5] * 6, *[0.0] * 12, *[0.5] * (11 + 6), *[1.0] * 12)
+TRACK_1_SCALARS = scalars_32(range(12), TRACK_1_ATTENTION, (0, 1, 2, 9, 10, 11), range(6, 12))
 TRACK_1_PARAMETERS = {
     **embeddings((V, 768), BF16, 3),
     **matrices(TRACK_1_ATTENTION, range(1, 12), 768, 3072, STD_768),
@@ -190,11 +202,16 @@ FRONTIER_PARAMETERS = {
     "blocks.10.mudd_out.bias": Parameter((10,), BF16, "gate", [-5.0] + [0.0] * 9),
     "blocks.10.mudd_out.group_proj": Parameter((10 * 12, 64), BF16, "gate", ZERO),
     # C92.2, C92.3 (unused r and p), C92.16 (O of layer 10 has s1). Layers with attention: 0 1 2 3 5 8 10
-    **scalars("scalar", -1.5, 0.0, *[0.5] * 7, *[1.0] * 7),
+    **scalars("scalar", "skip", -1.5, [6]),
+    **scalars("scalar", "smear", 0.0, [0]),
+    **scalars("scalar", "qkv_scale", 0.5, (0, 1, 2, 3, 5, 8, 10)),
+    **scalars("scalar", "proj_scale", 1.0, (0, 1, 2, 3, 5, 8, 10)),
     # r of attention: all but 6 and 10. r of the MLP: all but 10
-    **scalars("residual", *[ROOT_1_1] * (9 + 10)),
+    **scalars("residual", "resid_attn", ROOT_1_1, (0, 1, 2, 3, 4, 5, 7, 8, 9)),
+    **scalars("residual", "resid_mlp", ROOT_1_1, range(10)),
     # p of attention: all but 4 6 7 9 10. p of the MLP: all but 7 and 10
-    **scalars("mix", *[1.0] * (6 + 9)),
+    **scalars("mix", "proj_out", 1.0, (0, 1, 2, 3, 5, 8)),
+    **scalars("mix", "down_out", 1.0, (*range(7), 8, 9)),
     "gates_scale": Parameter((1,), FP32, "gate", [0.1]),  # C92.16: one scale serves pre and post
 }  # fmt: skip
 
@@ -205,7 +222,7 @@ TRACK_2_PARAMETERS = {
     **embeddings((V, 1024), BF16, 5),
     **matrices(range(16), range(16), 1024, 4096, ("uniform", 0.5 * 1024**-0.5)),
     **of_layers(range(16), "attention.attention_gate_weight", (8, 16), BF16, "matrix", ZERO),
-    **scalars("scalar", *[-1.5] * 3, *[0.0] * 16, *[0.5] * 26, *[1.0] * 16),
+    **scalars_32(range(16), range(16), (*range(5), *range(11, 16)), (9, 10, 11)),
 }
 
 # Record 32 with H1 and H2: no matrix begins with zeros, all have std 768^-0.5 (also the wide one of the MLP,
@@ -234,8 +251,11 @@ LAPTOP_PARAMETERS = {
     "ngram": Parameter((163_840, 128), FP32, "ngram", ZERO),
     **matrices((0, 1), (0, 1), 128, 256, STD_128),
     **of_layers((0, 1), "attention.proj", (128, 128), FP32, "matrix", STD_128),
-    **scalars("scalar", *[0.5] * 4),
-    **scalars("mix", *[0.0] * 2, *[0.05] * 2),
+    **scalars("scalar", "v_scale", 0.5, (0, 1)),
+    **scalars("scalar", "ve_scale", 0.5, (0, 1)),
+    **scalars("mix", "x0", 0.0, (0, 1)),
+    **scalars("mix", "ngram_in", 0.05, [0]),
+    **scalars("mix", "ngram", 0.05, [1]),
 }
 
 PARAMETERS = {

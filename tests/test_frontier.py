@@ -43,14 +43,14 @@ COEFFICIENTS = dict(
 )  # fmt: skip
 
 
-def list_coefficients(scalar, shape):
+def list_coefficients(layer, scalar, shape):
     """The reference's names of a scalar of token gates."""
-    if scalar.source[0] == "mudd":
+    if scalar.source == "mudd":
         return COEFFICIENTS[scalar.name]
-    if scalar.source[0] == "mudd_out":
+    if scalar.source == "mudd_out":
         return [f"n{i}" for i in range(len(shape.topology.end))]
-    names = dict(head_gate=f"gate.{scalar.layer}", skip_gate="skip", ngram_in="ngram.0")
-    return [names.get(scalar.name, f"{scalar.name}.{scalar.layer}")]
+    names = dict(head_gate=f"gate.{layer}", skip_gate="skip", ngram_in="ngram.0")
+    return [names.get(scalar.name, f"{scalar.name}.{layer}")]
 
 
 def convert_parameters(tensors, cfg, shape):
@@ -60,15 +60,15 @@ def convert_parameters(tensors, cfg, shape):
     p.update(smear_gate=left.pop("blocks.0.smear_gate"), gate_scale=left.pop("gates_scale")[0])
     p |= {f"ve.{layer}": left.pop(f"value_embeds.{i}") for i, layer in enumerate(shape.topology.value)}
     p |= {name: p["gate_scale"].new_zeros(sizes[name]) for name in ("scales", "residual", "output")}
-    scalars = [scalar for layer in range(cfg.num_layers) for scalar in gpt.layer_scalars(cfg, layer)]
-    for group in ("scalar", "residual", "mix"):
-        learned = [scalar for scalar in scalars if scalar.source == (group, None)]
-        for scalar, value in zip(learned, left.pop(f"scalars.{group}"), strict=True):
+    scalars = [(layer, scalar) for layer in range(cfg.num_layers) for scalar in gpt.layer_scalars(cfg, layer)]
+    for layer, scalar in scalars:
+        if scalar.source in ("scalar", "residual", "mix"):
+            (value,) = left.pop(f"blocks.{layer}.scalars.{scalar.name}")
             if scalar.name in ("skip", "smear"):
                 p[scalar.name] = value
             else:
                 name, column = NUMBERS[scalar.name]
-                p[name][scalar.layer, column] = value
+                p[name][layer, column] = value
 
     # Matrices. RoPE rotates channels j and j + K/2 of a head here, 2j and 2j + 1 in the published layout. So
     # the rows of `qk` are in another order
@@ -86,8 +86,10 @@ def convert_parameters(tensors, cfg, shape):
     sources = dict(pre=("gates", 0), post=("gates", shape.topology.post), mudd=("mudd", last))
     for name, source in {**sources, "end": ("mudd_out", last)}.items():
         theirs = [output for output, size, _ in reference.outputs_of(shape, name) for _ in range(size)]
-        wanted = [theirs.index(one) + i for scalar in scalars if scalar.source == source
-                  for one in list_coefficients(scalar, shape) for i in range(theirs.count(one))]  # fmt: skip
+        wanted = [
+            theirs.index(one) + i for layer, scalar in scalars
+            if scalar.source == source[0] and (source[0] != "gates" or cfg.layers[layer].gates_from == source[1])
+            for one in list_coefficients(layer, scalar, shape) for i in range(theirs.count(one))]  # fmt: skip
         own, order = f"blocks.{source[1]}.{source[0]}", np.argsort(wanted)
         assert sorted(wanted) == list(range(len(theirs)))
         p[f"{name}.w1"], p[f"{name}.w2"] = left.pop(f"{own}.fc"), left.pop(f"{own}.proj")[order]

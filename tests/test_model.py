@@ -57,20 +57,21 @@ def reference_logits(cfg, model, inputs, doc_ids, windows, frequencies, scale):
     place = torch.arange(num_tokens)
     causal = (place[:, None] >= place) & (doc_ids[:, None] == doc_ids)
     x = x0 = norm(p["embed"][inputs])
-    outputs, scalars, one = [], iter(p.get("scalars.scalar", ())), torch.ones(1)
+    outputs, one = [], torch.ones(1)
     for i, spec in enumerate(cfg.layers):
-        mix = [next(scalars), next(scalars)] if cfg.x0_mix == "before" else [1, 0]
+        s = {name: p.get(f"blocks.{i}.scalars.{name}") for name in ("resid", "x0", "skip", "v_scale", "ve_scale")}
+        mix = [s["resid"], s["x0"]] if cfg.x0_mix == "before" else [1, 0]
         if spec.skip_from is not None:
-            x = x + torch.sigmoid(next(scalars)) * outputs[spec.skip_from]
+            x = x + torch.sigmoid(s["skip"]) * outputs[spec.skip_from]
         x = mix[0] * x + mix[1] * x0
         if spec.attention != "none":
             own = f"blocks.{i}.attention"
             u = norm(x) * p.get(f"blocks.{i}.attn_gain_in", one)
             (wq, wk), wv = p[f"{own}.qk"].view(2, heads * width, -1), p[f"{own}.v"]
             q, k, v = ((u @ w.T).view(num_tokens, heads, width) for w in (wq, wk, wv))
-            v = next(scalars) * v
+            v = s["v_scale"] * v
             if spec.value_embed is not None:
-                v = v + next(scalars) * p[f"value_embeds.{spec.value_embed}"][inputs].view(v.shape)
+                v = v + s["ve_scale"] * p[f"value_embeds.{spec.value_embed}"][inputs].view(v.shape)
             seen = causal & (place[:, None] - place <= windows[spec.attention])
             scores = torch.einsum("qhk,shk->hqs", rotate(head_norm(q)), rotate(head_norm(k))) * scale
             y = torch.einsum("hqs,shk->qhk", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
@@ -194,12 +195,11 @@ def test_training_and_validation_of_one_length_keep_their_own_positions(shards):
 
 
 def test_initial_scalars():
-    """In the order of their layers. test_published_values has the other initial values."""
-    model = gpt.GPT(smoke_config())
-    own = [(s.layer, s.name, *s.init) for s in model.all_scalars]
-    assert (3, "skip", -1.5) in own and (0, "x0", 0.0) in own
-    assert [name for name, _ in model.scalars.items()] == ["scalar"]
-    assert model.scalars["scalar"].tolist() == [init for _, _, init in own]
+    """Of record 32. test_published_values has the other initial values."""
+    blocks = gpt.GPT(smoke_config()).blocks
+    own = {name: param.tolist() for name, param in blocks[3].scalars.items()}
+    assert own == {"resid": [1.0], "x0": [0.0], "skip": [-1.5], "v_scale": [0.5], "ve_scale": [0.5]}
+    assert {param.spec.group for block in blocks for param in block.scalars.values()} == {"scalar"}
 
 
 @PLAIN_AND_FAST

@@ -40,33 +40,22 @@ RUNS = {  # groups that have parameters, options
 def name_parameters(config, tensors):
     """The parameters of a model.pt by the names of reference_run."""
     p = {"embed": tensors["embed"], "head": tensors["head.weight"]}
-    scalars = {"scalar": [], "mix": []}  # their names in order
-    is_before = config["x0_mix"] == "before"
     for i, layer in enumerate(config["layers"]):
-        if is_before:
-            scalars["scalar"].append(f"a.{i}")
-        if layer["x0"]:
-            scalars["scalar" if is_before else "mix"].append(f"b.{i}")
-        if config["ngram_rows"] and layer["ngram"]:
-            scalars["mix"].append(f"c.{i}")
-        if layer["skip_from"] is not None:
-            scalars["scalar"].append(f"skip.{i}")
+        names = dict(resid="a", x0="b", ngram="c", ngram_in="c", skip="skip", v_scale="s0", ve_scale="s1")
+        for name, ours in names.items():
+            if f"blocks.{i}.scalars.{name}" in tensors:
+                (p[f"{ours}.{i}"],) = tensors[f"blocks.{i}.scalars.{name}"]
         if layer["attention"] != "none":
-            scalars["scalar"].append(f"s0.{i}")
             p[f"q.{i}"], p[f"k.{i}"] = tensors[f"blocks.{i}.attention.qk"]
             p[f"v.{i}"], p[f"o.{i}"] = (tensors[f"blocks.{i}.attention.{name}"] for name in ("v", "proj"))
             if config["attention_gate_dim"]:
                 p[f"gate.{i}"] = tensors[f"blocks.{i}.attention.attention_gate_weight"]
             if layer["value_embed"] is not None:
-                scalars["scalar"].append(f"s1.{i}")
                 p[f"ve.{layer['value_embed']}"] = tensors[f"value_embeds.{layer['value_embed']}"]
         if layer["mlp"]:
             p[f"up.{i}"], p[f"down.{i}"] = tensors[f"blocks.{i}.mlp.up_down"]
     if config["ngram_rows"]:
         p["ngram"] = tensors["ngram"]
-    for group, names in scalars.items():
-        if names:
-            p.update(zip(names, tensors[f"scalars.{group}"], strict=True))
     assert sum(value.numel() for value in p.values()) == sum(value.numel() for value in tensors.values())
     return p
 
