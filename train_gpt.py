@@ -320,7 +320,7 @@ class Config:
     @property
     def padded_vocab_size(self):
         """V: the vocabulary size, rounded up."""
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+        return round_up(self.vocab_size, self.vocab_multiple)
 
     @property
     def mlp_hidden(self):
@@ -331,7 +331,7 @@ class Config:
         return self.short_qk_dim if self.short_qk_dim and spec.attention == "short" else self.head_dim
 
     @property
-    def adam_every(self):
+    def longest_period(self):
         """Largest number of steps between two updates of a group."""
         return max(max(group.every, group.late_every) for group in self.groups.values())
 
@@ -349,6 +349,10 @@ class Config:
             stage, tokens_per_step=stage.tokens_per_step or self.tokens_per_step,
             max_doc_len=stage.max_doc_len or self.max_doc_len, seq_len=stage.seq_len or self.seq_len)
             for stage in self.stages)
+
+
+def round_up(number: int, unit: int):
+    return -(-number // unit) * unit
 
 
 GRAD_TOKENS = 49_152  # tokens. adam_eps applies to gradients times this number / --tokens_per_step
@@ -707,11 +711,29 @@ def val_loss(x, weight, targets, softcap):
     return loss
 
 
-def start_reading(table: nn.Parameter, rows, plan: RowPlan | None):
-    """Begin to read rows (T,) of a table. A Table fetches a plan's rows. Returns a function () -> (T, D)."""
-    if plan is None:
-        return functools.partial(F.embedding, rows, table)
-    return table.owner.start_reading(plan)
+class Calls(typing.NamedTuple):
+    """What a step calls: the functions as they are written, compiled, or as CUDA graphs. See Trainer."""
+
+    run_segment: Callable  # GPT.run_segment()
+    sum_ngrams: Callable  # GPT.sum_ngrams()
+    run_head: Callable  # Head.forward()
+    rules: dict[str, Callable]  # by name: Rule.update()
+    update_shard: Callable  # update_shard() with these rules
+
+
+def keep_function(function: Callable):
+    return function
+
+
+def do_not_wait(segment: int):
+    """Of a model without an optimizer: all parameters have their values."""
+
+
+def make_calls(model, compile: Callable = keep_function):
+    """The calls of a model. compile: applied to each function."""
+    rules = {name: compile(rule.update) for name, rule in RULES.items()}
+    return Calls(compile(model.run_segment), compile(model.sum_ngrams), compile(model.head.forward), rules,
+                 functools.partial(update_shard, rules))
 
 
 class Operations(typing.NamedTuple):
@@ -740,8 +762,6 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.segments = segments or [range(cfg.num_layers)]
-        # wait_for(i) waits for the new values of segment i's parameters. An untied head is the last one
-        self.wait_for = lambda segment: None
         storage = getattr(torch, cfg.embed_dtype)
         shape = (cfg.padded_vocab_size, cfg.model_dim)
         used_tables = {spec.value_embed for spec in cfg.layers} - {None}
@@ -768,12 +788,18 @@ class GPT(nn.Module):
                 signs = make_ngram_signs(NUM_SIGN_ROWS, cfg.model_dim)
                 self.register_buffer("ngram_signs", signs.to(storage), persistent=False)
 
+        # Trainer and Optimizer replace these. wait_for(i) waits for the new values of segment i's
+        # parameters. An untied head is the last segment. tables: by name of the parameter
+        self.calls = make_calls(self)
+        self.wait_for = do_not_wait
+        self.tables: dict[str, Table] = {}
+
     def forward(self, batch, step_inputs, ops, loss_weights=None):
         """T tokens -> loss summed over them, float32. loss_weights (n,) of the targets: next token, token
         after the next, ..., prefix of the next token. None: only the next token, among all classes."""
         x = self.run_layers(batch, step_inputs, ops)
         self.wait_for(len(self.segments))
-        return self.head(x, batch.targets, step_inputs, loss_weights, batch.classes, ops)
+        return self.calls.run_head(x, batch.targets, step_inputs, loss_weights, batch.classes, ops)
 
     def run_layers(self, batch, step_inputs, ops):
         """T tokens -> final normalized activations (T, D). These look-ups are not compiled, because
@@ -781,26 +807,44 @@ class GPT(nn.Module):
         self.wait_for(0)  # the embedding. The loop below repeats it
         table = self.head.weight if self.is_tied else self.embed
         x = F.embedding(batch.inputs, table).to(ops.dtype)  # (T, D)
-        acts, token_scalars, ngrams = {}, {}, None
+
+        # Begin to read the tables. N-grams come first, because layer 0 needs them
+        acts: dict[str, Tensor] = {}
+        token_scalars: dict[int, dict[str, Tensor]] = {}
+        read_ngrams = None
         if self.ngram is not None:  # hashed n-gram embedding with signs (2026-01-19, 2026-05-20, record 92)
-            order, is_start = self.cfg.ngram_order, step_inputs.is_sequence_start
-            rows = None
-            signs = batch.sign_rows
             if batch.ngram_plan is None:
+                order, is_start = self.cfg.ngram_order, step_inputs.is_sequence_start
                 rows = torch.cat(hash_ngrams(batch.inputs, is_start, self.cfg.ngram_rows, order))
-                signs = torch.stack(hash_signs(batch.inputs, is_start, order))
-            ngrams = start_reading(self.ngram, rows, batch.ngram_plan)  # first, since needed first
-        reads = {f"ve{i}": start_reading(table, batch.inputs, batch.token_plan)
-                 for i, table in self.value_embeds.items()}
-        if ngrams is not None:
-            acts["ngram"] = self.sum_ngrams(ngrams(), signs, ops.dtype)  # (T, D)
+                sign_rows = torch.stack(hash_signs(batch.inputs, is_start, order))
+            else:
+                rows = None
+                sign_rows = batch.sign_rows
+            read_ngrams = self.start_reading("ngram", self.ngram, rows, batch.ngram_plan)
+        read_values = {}  # by name in acts
+        for i, table in self.value_embeds.items():
+            read_values[f"ve{i}"] = self.start_reading(
+                f"value_embeds.{i}", table, batch.inputs, batch.token_plan)
+        if read_ngrams is not None:
+            acts["ngram"] = self.calls.sum_ngrams(read_ngrams(), sign_rows, ops.dtype)  # (T, D)
+
+        # Each segment waits for its parameters, and for the value embeddings that it reads first
         for segment, layers in enumerate(self.segments):
             self.wait_for(segment)
-            for name in sorted(reads.keys() & set().union(*self.reads[layers.start : layers.stop])):
-                acts[name] = reads.pop(name)().to(ops.dtype)  # (T, D)
-            x, acts, token_scalars = self.run_segment(
+            needed = set().union(*self.reads[layers.start : layers.stop])
+            for name in sorted(needed & read_values.keys()):
+                read = read_values.pop(name)
+                acts[name] = read().to(ops.dtype)  # (T, D)
+            x, acts, token_scalars = self.calls.run_segment(
                 layers, x, acts, token_scalars, batch.doc_ids, step_inputs, ops)
         return x
+
+    def start_reading(self, name: str, table: nn.Parameter, rows, plan: RowPlan | None):
+        """Begin to read rows (T,) of a parameter, or the rows of a plan from their owners. Returns a
+        function () -> (T, D)."""
+        if plan is None:
+            return functools.partial(F.embedding, rows, table)
+        return self.tables[name].start_reading(plan)
 
     def sum_ngrams(self, rows, sign_rows, dtype):
         """Rows (n * T, D) of n kinds of n-grams times their signs, by sign_rows (n, T) -> sum (T, D)."""
@@ -1277,34 +1321,40 @@ def output_std(cfg, part: str):
 # tensors only. To add a rule, write a function and a row of RULES, and --matrix_rule knows it. Its state is
 # sharded, and saved in checkpoints. Other groups than matrix use adamw, and ngram also row_adam.
 
-class UpdateArgs(typing.NamedTuple):
-    """Hyperparameters of an update. Those that vary are tensors, else each value would be compiled."""
+class Hyper(typing.NamedTuple):
+    """Hyperparameters that may change in every step: tensors (), else each value would be compiled."""
 
-    lr: Tensor  # (). Rule.update() multiplies it by lr_mul
-    weight_decay: Tensor  # (). Rule.update() multiplies it by wd_mul and the new lr
-    momentum: Tensor  # ()
-    grad_scale: Tensor  # (), rescales the gradient from tokens_per_step to GRAD_TOKENS tokens
-    bias_correction1: Tensor  # (), 1 - beta1^t
-    bias_correction2: Tensor  # (), 1 - beta2^t
-    betas: tuple[Tensor | float, Tensor | float]  # () each
+    lr: Tensor  # Rule.update() multiplies it by lr_mul
+    weight_decay: Tensor  # Rule.update() multiplies it by wd_mul and the new lr
+    momentum: Tensor
+    grad_scale: Tensor  # rescales the gradient from tokens_per_step to GRAD_TOKENS tokens
+    bias_correction1: Tensor  # 1 - beta1^t
+    bias_correction2: Tensor  # 1 - beta2^t
+    beta1: Tensor
+    beta2: Tensor
+    decay_time: Tensor  # sum of -log(beta2) over all updates so far, for row_adam
+    has_slow_momentum: Tensor  # 1 once anvil's slow momentum acts, before that 0
+
+
+class UpdateOptions(typing.NamedTuple):
+    """What stays the same in all updates of a parameter."""
+
     eps: float
-    decay_time: Tensor | None = None  # (), sum of -log(beta2) over all updates so far, of row_adam
-    has_slow_momentum: Tensor | None = None  # () 1 once anvil's slow momentum acts, before that 0
     lr_mul: Tensor | float = 1.0  # broadcasts against the weight
     wd_mul: Tensor | float = 1.0
     dtype: torch.dtype = torch.float32  # of the orthogonalization
     polynomial: str = "newton_schulz"
-    cautious: bool = False  # decay only where the update, or ANVIL's momentum, shrinks the weight
+    cautious: bool = False  # decay only where the update, or anvil's slow momentum, shrinks the weight
 
 
 @dataclass(frozen=True)
 class Rule:
     """An update rule: its function, and the state that it needs."""
 
-    function: Callable  # (weight in float32, grad, state, args) -> new weight. Must apply grad_scale
+    function: Callable  # (float32 weight, grad, state, hyper, options) -> new weight. Applies grad_scale
     moments: tuple[str, ...]  # names of state tensors with the parameter's shape, initially zero
     whole_matrix: bool = False  # whether the rule needs whole matrices. Else elements, or rows of a table
-    row_variance: bool = False  # state "second_momentum": one value per row, or per column (see init_state)
+    has_variance: bool = False  # state "second_momentum": one value per row, or per column (see init_state)
     row_state: tuple[str, ...] = ()  # names of state tensors with one value per row, for tables only
     keeps_norm: bool = False  # each matrix keeps its initial norm, which is the state "radius"
 
@@ -1314,7 +1364,7 @@ class Rule:
         state = {name: torch.zeros_like(param, dtype=dtype) for name in self.moments}
         if fp32_state and self.whole_matrix and param.dtype == torch.bfloat16:
             state["low_bits"] = torch.zeros_like(param, dtype=torch.int16)
-        if self.row_variance:
+        if self.has_variance:
             rows, columns = param.shape[-2:]
             shape = (len(param), rows, 1) if rows >= columns or by_row else (len(param), 1, columns)
             state["second_momentum"] = param.new_zeros(shape, dtype=at_least_fp32(param))
@@ -1324,16 +1374,16 @@ class Rule:
             state["radius"] = matrix_norm(param)
         return state
 
-    def update(self, param, grad, state, args):
+    def update(self, param, grad, state, hyper, options):
         """Update param (M, ...) and its state in place, in float32."""
-        lr = args.lr_mul * args.lr
-        args = args._replace(lr=lr, weight_decay=lr * args.wd_mul * args.weight_decay)
+        lr = options.lr_mul * hyper.lr
+        hyper = hyper._replace(lr=lr, weight_decay=lr * options.wd_mul * hyper.weight_decay)
         if "low_bits" not in state:
-            param.copy_(self.function(param.to(at_least_fp32(param)), grad, state, args))
+            param.copy_(self.function(param.to(at_least_fp32(param)), grad, state, hyper, options))
             return
         # A bfloat16 parameter is the upper half of its float32 value. The lower half is state (2026-01-04).
-        wide = join_bits(param, state["low_bits"])
-        bits = self.function(wide, grad, state, args).view(torch.int32)
+        exact = join_bits(param, state["low_bits"])
+        bits = self.function(exact, grad, state, hyper, options).view(torch.int32)
         param.view(torch.int16).copy_(bits >> 16)
         state["low_bits"].copy_(bits)
 
@@ -1343,130 +1393,162 @@ def join_bits(param, low_bits):
     return (param.view(torch.int16).int() << 16 | low_bits.int() & 0xFFFF).view(torch.float32)
 
 
-def muon(weight, grad, state, args):
-    """Muon (2024-10): orthogonalized Nesterov momentum. lr: spectral norm of a square matrix's update. Tall
-    matrices move sqrt(rows / columns) times as far (record 4). NorMuon (2025-10-24) also calls
-    normalize_rows(). MuonH and NorMuonH move on a sphere, see sphere_step()."""
-    # Nesterov momentum
+def muon(weight, grad, state, hyper, options):
+    """Muon (2024-10): orthogonalized Nesterov momentum."""
+    update = orthogonal_momentum(grad, state, hyper, options)
+    return matrix_step(weight, update, hyper, options)
+
+
+def normuon(weight, grad, state, hyper, options):
+    """NorMuon (2025-10-24): Muon with a variance for each row or column."""
+    update = orthogonal_momentum(grad, state, hyper, options)
+    update = normalize_rows(update, state, hyper)
+    return matrix_step(weight, update, hyper, options)
+
+
+def muonh(weight, grad, state, hyper, options):
+    """MuonH: the direction of Muon, a step on the sphere of each matrix's initial norm."""
+    update = orthogonal_momentum(grad, state, hyper, options)
+    return sphere_step(weight, update, state, hyper)
+
+
+def normuonh(weight, grad, state, hyper, options):
+    """NorMuonH: the direction of NorMuon, a step on the sphere."""
+    update = orthogonal_momentum(grad, state, hyper, options)
+    update = normalize_rows(update, state, hyper)
+    return sphere_step(weight, update, state, hyper)
+
+
+def orthogonal_momentum(grad, state, hyper, options):
+    """Nesterov momentum of the gradient, orthogonalized."""
     momentum = state["momentum"]
-    beta = args.momentum.to(momentum.dtype)
-    grad = (grad * args.grad_scale).to(momentum.dtype)
+    beta = hyper.momentum.to(momentum.dtype)
+    grad = (grad * hyper.grad_scale).to(momentum.dtype)
     momentum.lerp_(grad, 1 - beta)
     update = grad.lerp(momentum, beta)
+    return orthogonalize(update, options.polynomial, options.dtype)
 
-    update = orthogonalize(update, args.polynomial, args.dtype)
-    if "second_momentum" in state:
-        update = normalize_rows(update, state, args)
-    if "radius" in state:
-        return sphere_step(weight, update, state, args)
+
+def matrix_step(weight, update, hyper, options):
+    """Decay and update of matrices. lr: spectral norm of a square matrix's update. Tall matrices move
+    sqrt(rows / columns) times as far (record 4)."""
     rows, columns = update.shape[-2:]
-    decay = args.weight_decay
-    if args.cautious:
+    decay = hyper.weight_decay
+    if options.cautious:
         decay = decay * (update * weight >= 0)
-    return weight * (1 - decay) - update * (args.lr * max(1, rows / columns) ** 0.5)
+    return weight * (1 - decay) - update * (hyper.lr * max(1, rows / columns) ** 0.5)
 
 
-def anvil(weight, grad, state, args):
-    """ANVIL (record 92): NorMuon with a fast and a slow momentum. A cautious decay follows the slow one.
-    Before slow_momentum_start this is Nesterov momentum. Meant for orthogonalize=six_maps."""
-    is_late = args.has_slow_momentum > 0
-    fast_beta = torch.where(is_late, FAST_BETA, args.momentum)
-    fast_weight = torch.where(is_late, FAST_WEIGHT, torch.ones_like(args.momentum))
-    fast, slow = state["momentum"], state["slow_momentum"]
-    rows, columns = weight.shape[-2:]
-    grad = (grad * args.grad_scale).to(fast.dtype)
+def anvil(weight, grad, state, hyper, options):
+    """ANVIL (record 92): NorMuon with a fast and a slow momentum, whose mean is 0.4385 fast + 0.5615 slow. A
+    cautious decay follows the slow one. Before slow_momentum_start the mean is the fast one alone, which is
+    Nesterov momentum. Meant for orthogonalize=six_maps."""
+    is_late = hyper.has_slow_momentum > 0
+    fast_beta = torch.where(is_late, FAST_BETA, hyper.momentum)
+    fast_weight = torch.where(is_late, FAST_WEIGHT, torch.ones_like(hyper.momentum))
+    fast = state["momentum"]
+    slow = state["slow_momentum"]
+    grad = (grad * hyper.grad_scale).to(fast.dtype)
     fast.lerp_(grad, 1 - fast_beta.to(fast.dtype))
     slow.lerp_(grad, SLOW_MOMENTUM_RATE)
     mean = slow.lerp(fast, fast_weight.to(fast.dtype))
-    update = grad.lerp(mean, args.momentum.to(fast.dtype))
-    update = orthogonalize(update, args.polynomial, args.dtype)
-    update = normalize_rows(update, state, args)
-    decay = args.weight_decay
-    if args.cautious:
+    update = grad.lerp(mean, hyper.momentum.to(fast.dtype))
+    update = orthogonalize(update, options.polynomial, options.dtype)
+    update = normalize_rows(update, state, hyper)
+    decay = hyper.weight_decay
+    if options.cautious:
         decay = decay * (slow * weight >= 0)
-    size = max(1, rows / columns) ** 0.5  # also of the decay
-    return weight * (1 - decay * size) - update * (args.lr * size)
+    rows, columns = weight.shape[-2:]
+    size = max(1, rows / columns) ** 0.5  # of tall matrices. It multiplies the decay, too
+    return weight * (1 - decay * size) - update * (hyper.lr * size)
 
 
-def adamw(weight, grad, state, args):
+def adamw(weight, grad, state, hyper, options):
     """AdamW, elementwise, in float32. eps is added before the bias correction, as in record 32."""
-    beta1, beta2 = args.betas
-    grad = grad.to(at_least_fp32(grad)) * args.grad_scale
-    exp_avg = state["exp_avg"].to(grad.dtype).lerp(grad, 1 - beta1)
-    exp_avg_sq = state["exp_avg_sq"].to(grad.dtype).lerp(grad.square(), 1 - beta2)
+    grad = grad.to(at_least_fp32(grad)) * hyper.grad_scale
+    exp_avg = state["exp_avg"].to(grad.dtype).lerp(grad, 1 - hyper.beta1)
+    exp_avg_sq = state["exp_avg_sq"].to(grad.dtype).lerp(grad.square(), 1 - hyper.beta2)
     state["exp_avg"].copy_(exp_avg)
     state["exp_avg_sq"].copy_(exp_avg_sq)
-    update = exp_avg / (exp_avg_sq.sqrt() + args.eps)
-    lr = args.lr * args.bias_correction2.sqrt() / args.bias_correction1
-    decay = args.weight_decay
-    if args.cautious:
+    update = exp_avg / (exp_avg_sq.sqrt() + options.eps)
+    lr = hyper.lr * hyper.bias_correction2.sqrt() / hyper.bias_correction1
+    decay = hyper.weight_decay
+    if options.cautious:
         decay = decay * (update * weight > 0)
     return weight * (1 - decay) - update * lr
 
 
-def row_adam(weight, grad, state, args):
+def row_adam(weight, grad, state, hyper, options):
     """Adam for the rows of a table (R, D), without a first moment. Each row has one second moment. A row
     whose gradient is zero or not finite does not change. At its next gradient its second moment also decays
-    for the updates that it missed: state last_update is its last decay_time. Source: record 92."""
-    grad = grad.to(at_least_fp32(grad)) * args.grad_scale
+    for the updates that it missed: by exp(last_update - decay_time), which is beta2 to their number, because
+    state last_update is the decay_time of the row's last update. Source: record 92."""
+    grad = grad.to(at_least_fp32(grad)) * hyper.grad_scale
     mean_square = grad.square().mean(-1, keepdim=True)
     has_grad = (mean_square > 0) & mean_square.isfinite()
-    exp_avg_sq = state["exp_avg_sq"] * torch.exp(state["last_update"] - args.decay_time)
-    exp_avg_sq = exp_avg_sq + mean_square * (1 - args.betas[1])
-    update = grad / (exp_avg_sq.sqrt() + args.eps)
-    lr = args.lr * args.bias_correction2.sqrt()
-    decay = args.weight_decay
-    if args.cautious:
+    exp_avg_sq = state["exp_avg_sq"] * torch.exp(state["last_update"] - hyper.decay_time)
+    exp_avg_sq = exp_avg_sq + mean_square * (1 - hyper.beta2)
+    update = grad / (exp_avg_sq.sqrt() + options.eps)
+    lr = hyper.lr * hyper.bias_correction2.sqrt()
+    decay = hyper.weight_decay
+    if options.cautious:
         decay = decay * (update * weight > 0)
     state["exp_avg_sq"].copy_(torch.where(has_grad, exp_avg_sq, state["exp_avg_sq"]))
-    state["last_update"].copy_(torch.where(has_grad, args.decay_time, state["last_update"]))
+    state["last_update"].copy_(torch.where(has_grad, hyper.decay_time, state["last_update"]))
     return torch.where(has_grad, weight * (1 - decay) - update * lr, weight)
 
 
 RULES = {
     "muon": Rule(muon, moments=("momentum",), whole_matrix=True),
-    "normuon": Rule(muon, moments=("momentum",), whole_matrix=True, row_variance=True),
-    "muonh": Rule(muon, moments=("momentum",), whole_matrix=True, keeps_norm=True),
-    "normuonh": Rule(muon, moments=("momentum",), whole_matrix=True, row_variance=True, keeps_norm=True),
-    "anvil": Rule(anvil, moments=("momentum", "slow_momentum"), whole_matrix=True, row_variance=True),
+    "normuon": Rule(normuon, moments=("momentum",), whole_matrix=True, has_variance=True),
+    "muonh": Rule(muonh, moments=("momentum",), whole_matrix=True, keeps_norm=True),
+    "normuonh": Rule(normuonh, moments=("momentum",), whole_matrix=True, has_variance=True, keeps_norm=True),
+    "anvil": Rule(anvil, moments=("momentum", "slow_momentum"), whole_matrix=True, has_variance=True),
     "adamw": Rule(adamw, moments=("exp_avg", "exp_avg_sq")),
     "row_adam": Rule(row_adam, moments=(), row_state=("exp_avg_sq", "last_update")),
 }
 
 
 # a, b, c of each iteration X = a X + b (X X^T) X + c (X X^T)^2 X
+class Polynomial(typing.NamedTuple):
+    """An odd polynomial, iterated on matrices that are divided by margin * norm + addend."""
+
+    coefficients: tuple[tuple[float, float, float], ...]  # a, b, c of X <- a X + b (X X^T) X + c (X X^T)^2 X
+    margin: float = 1.0
+    addend: float = 1e-7
+
+
 POLYNOMIALS = {
-    "newton_schulz": ((3.4445, -4.7750, 2.0315),) * 5,  # Muon: singular values become 0.7 to 1.2
-    "polar_express": (  # 2025-09-29, for inputs divided by 1.02 times their norm
+    "newton_schulz": Polynomial(((3.4445, -4.7750, 2.0315),) * 5),  # Muon: singular values become 0.7 to 1.2
+    "polar_express": Polynomial((  # 2025-09-29
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
         (4.042929935166739, -2.808917465908714, 0.5000178451051316),
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)), margin=1.02, addend=1e-6),
     # Record 92. A singular value above 0.9525 diverges, and the margin of 1.05 makes that of rank one 0.9524
-    "six_maps": (
+    "six_maps": Polynomial((
         (3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
         (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
         (2.245503932403, -2.443826979899, 0.963091710461),
-        (2.256537145403, -2.166840097229, 0.929501253245)),
+        (2.256537145403, -2.166840097229, 0.929501253245)), margin=1.05, addend=1e-6),
 }
-MARGINS = {"polar_express": (1.02, 1e-6), "six_maps": (1.05, 1e-6)}  # factor of the norm, and an addend
 BF16_MARGIN = 1 + 2.0**-6  # of six_maps. bfloat16 rounds a norm by up to 2^-9, and each product likewise
 FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil. The rate acts in all steps
 
 
 def orthogonalize(x, polynomial: str, dtype):
-    """Move the singular values of each matrix of x (M, rows, columns) towards 1, in dtype. Iterates an odd
-    polynomial. Tall matrices are transposed first. Sources: Muon, record 11, Polar Express."""
+    """Move the singular values of each matrix of x (M, rows, columns) towards 1, in dtype. Tall matrices are
+    transposed first. Sources: Muon, record 11, Polar Express."""
+    coefficients, margin, addend = POLYNOMIALS[polynomial]
+    if polynomial == "six_maps" and dtype == torch.bfloat16:
+        margin *= BF16_MARGIN
     is_tall = x.size(-2) > x.size(-1)
     x = x.to(dtype)
     if is_tall:
         x = x.mT  # (M, short, long)
-    factor, addend = MARGINS.get(polynomial, (1.0, 1e-7))
-    if polynomial == "six_maps" and dtype == torch.bfloat16:
-        factor *= BF16_MARGIN
-    x = x / (matrix_norm(x) * factor + addend).to(x.dtype)
-    for a, b, c in POLYNOMIALS[polynomial]:
+    x = x / (matrix_norm(x) * margin + addend).to(x.dtype)
+    for a, b, c in coefficients:
         gram = x @ x.mT  # (M, short, short)
         gram = torch.baddbmm(gram, gram, gram.mT, beta=b, alpha=c)  # b gram + c gram^2
         x = torch.baddbmm(x, gram, x, beta=a)  # (M, short, long)
@@ -1475,22 +1557,22 @@ def orthogonalize(x, polynomial: str, dtype):
     return x
 
 
-def normalize_rows(update, state, args):
+def normalize_rows(update, state, hyper):
     """Divide rows, or columns (see init_state), by their running RMS, then restore the matrix norm."""
-    wide = update.to(at_least_fp32(update))  # (M, rows, columns)
+    exact = update.to(at_least_fp32(update))  # (M, rows, columns)
     second_momentum = state["second_momentum"]
-    mean_square = wide.square().mean(dim=-1 if second_momentum.size(-1) == 1 else -2, keepdim=True)
-    second_momentum.lerp_(mean_square, 1 - args.betas[1])
-    normalized = wide * second_momentum.clamp(min=1e-10).rsqrt()
-    return (normalized * (matrix_norm(wide) / matrix_norm(normalized).clamp(min=1e-10))).type_as(update)
+    axis = -1 if second_momentum.size(-1) == 1 else -2
+    second_momentum.lerp_(exact.square().mean(dim=axis, keepdim=True), 1 - hyper.beta2)
+    normalized = exact * second_momentum.clamp(min=1e-10).rsqrt()
+    return (normalized * (matrix_norm(exact) / matrix_norm(normalized).clamp(min=1e-10))).type_as(update)
 
 
-def sphere_step(weight, update, state, args):
+def sphere_step(weight, update, state, hyper):
     """W <- R N(W - lr R N(update)). N(X) = X / |X|, and R is the initial norm of each matrix. An update
     orthogonal to W rotates W by arctan(lr). Source: Hyperball, arXiv 2606.16899."""
     radius = state["radius"]
     update = update.to(at_least_fp32(update))
-    weight = weight - update * (args.lr * radius / matrix_norm(update).clamp(min=1e-10))
+    weight = weight - update * (hyper.lr * radius / matrix_norm(update).clamp(min=1e-10))
     return weight * (radius / matrix_norm(weight).clamp(min=1e-10))
 
 
@@ -1539,22 +1621,25 @@ class Bucket:
     """Parameters in one tensor, values (M, *unit). A unit is a matrix, or an element. This rank updates a
     shard (M/N, *unit) with its state. Padding has zero gradient."""
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]], cfg, model, comm):
+    def __init__(self, named: list[tuple[str, nn.Parameter]], cfg, model, rt):
         self.name, first = named[0]
-        self.params, self.comm = dict(named), comm
+        self.params = dict(named)
+        self.comm = rt.comm
         self.group_name = first.spec.group
         self.kind = first.spec.kind or self.group_name
         self.group = cfg.groups[self.group_name]
         self.rule = RULES[self.group.rule]
         self.segment = find_segment(self.name, model)
-        self.store(cfg)
+        self.store(cfg, rt)
         self.state = self.rule.init_state(self.shard, cfg.state_dtype == "float32", first.spec.by_row)
-        self.lr_mul = self.make_multipliers("lr_mul")
-        self.wd_mul = self.make_multipliers("wd_mul")
+        self.options = UpdateOptions(
+            cfg.adam_eps, self.make_multipliers("lr_mul"), self.make_multipliers("wd_mul"), rt.dtype,
+            cfg.orthogonalize, cautious=cfg.decay == "cautious")
+        self.hyper: Hyper | None = None  # until Optimizer sets it
         self.num_pending = 0  # gradients that are missing in this step
         self.reducing = self.gathering = None
 
-    def store(self, cfg):
+    def store(self, cfg, rt):
         """Parameters become views of values, with hooks. All ranks begin with the values of rank 0."""
         first = self.params[self.name]
         self.unit, align = (), ALIGNMENT
@@ -1564,9 +1649,8 @@ class Bucket:
         size = 0
         for name, param in self.params.items():
             self.slices[name] = slice(size, size + param.numel() // math.prod(self.unit))
-            size = -(-self.slices[name].stop // align) * align
-        align *= self.comm.world_size  # shards of all ranks have equal size
-        size = -(-size // align) * align
+            size = round_up(self.slices[name].stop, align)
+        size = round_up(size, align * self.comm.world_size)  # shards of all ranks have equal size
         self.values = torch.zeros(size, *self.unit, dtype=first.dtype, device=first.device)
         self.total = torch.zeros_like(self.values)  # backward adds gradients in place
         for name, param in self.params.items():
@@ -1594,6 +1678,7 @@ class Bucket:
         return self.comm.local_shard(multipliers.view(-1, *[1] * len(self.unit)))
 
     def read_shard(self):
+        """Copy of this rank's values, in float32."""
         if "low_bits" in self.state:
             return join_bits(self.shard, self.state["low_bits"])
         return self.shard.to(at_least_fp32(self.shard), copy=True)
@@ -1612,26 +1697,22 @@ class Bucket:
         if self.reducing is not None:
             self.reducing.wait()
 
-    def update(self):
+    def update(self, calls: Calls):
         """Update this rank's shard, and clear the gradients."""
-        self.run_rule()
+        calls.update_shard(self)
         self.clear()
 
-    def compute_update(self, update_rule: Callable):
+    def compute_update(self, calls: Calls):
         """The change of this rank's values (float32) by the first update of a rule, and the new state, by
         name. Copies are updated."""
         new = self.shard.clone()
         state = {key: tensor.clone() for key, tensor in self.state.items()}
         for name in self.rule.moments:
             state[name].zero_()
-        update_rule(new, self.grad, state, self.args)
+        calls.rules[self.group.rule](new, self.grad, state, self.hyper, self.options)
         if "low_bits" in state:
             new = join_bits(new, state.pop("low_bits"))
         return {"values": new - self.read_shard(), **state}
-
-    def run_rule(self):
-        self.update_rule(self.shard, self.grad, self.state, self.args)
-        return self.shard  # step_graphs need a result
 
     def start_gather(self):
         """Start to send the new values to all ranks."""
@@ -1667,6 +1748,12 @@ class Bucket:
     def tensors(self):
         """This rank's values, as "", and state by its key: (M/N, ...) each."""
         return {"": self.shard, **self.state}
+
+
+def update_shard(rules: dict[str, Callable], bucket: Bucket):
+    """Update this rank's shard of a bucket by its rule. CUDA graphs need a result."""
+    rules[bucket.group.rule](bucket.shard, bucket.grad, bucket.state, bucket.hyper, bucket.options)
+    return bucket.shard
 
 
 class Average(typing.NamedTuple):
@@ -1706,26 +1793,19 @@ class Optimizer:
 
     def __init__(self, model, cfg, rt):
         self.model, self.cfg, self.comm = model, cfg, rt.comm
-        self.step_count = 0  # finished steps. Comments count steps from 0, so after step k this is k + 1
+        self.step_count = 0  # finished steps. In step k, counted from 0, updates run with step_count k + 1
         self.buckets: list[Bucket] = []
         for named in plan_buckets(model, cfg):
-            kind = Table if named[0][1].spec.is_table else Bucket
-            self.buckets.append(kind(named, cfg, model, rt.comm))
+            make_bucket = Table if named[0][1].spec.is_table else Bucket
+            self.buckets.append(make_bucket(named, cfg, model, rt))
         self.tables = [bucket for bucket in self.buckets if isinstance(bucket, Table)]
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.params}
-        rules = {group.rule: rt.compile(RULES[group.rule].update) for group in cfg.groups.values()}
-        # Hyperparameters of all buckets: one copy to the device in each step. See compute_numbers()
-        self.numbers = torch.zeros(len(self.buckets), 10, dtype=at_least_fp32(self.buckets[0].values),
-                                   device=self.buckets[0].values.device)
-        for table in self.tables:
-            if rt.use_compile and rt.device.type == "cuda" and cfg.fast != ("off",):
-                table.sum_rows = launch_row_sums
-        for bucket, row in zip(self.buckets, self.numbers):
-            row = row.unbind()
-            bucket.update_rule = rules[bucket.group.rule]
-            bucket.args = UpdateArgs(
-                *row[:6], row[6:8], cfg.adam_eps, *row[8:], bucket.lr_mul, bucket.wd_mul, rt.dtype,
-                cfg.orthogonalize, cautious=cfg.decay == "cautious")
+        # Hyperparameters of all buckets: one copy to the device in each step
+        first = self.buckets[0].values
+        self.hypers = torch.zeros(len(self.buckets), len(Hyper._fields), dtype=at_least_fp32(first),
+                                  device=first.device)
+        for bucket, row in zip(self.buckets, self.hypers):
+            bucket.hyper = Hyper(*row.unbind())
 
         # The embedding is untied after the head's first update in step untie_step or later
         self.untie_step = cfg.step_at(cfg.untie_frac)
@@ -1735,6 +1815,7 @@ class Optimizer:
             for key, _, bucket in list_averages(self.buckets):
                 bucket.state[key] = torch.zeros_like(bucket.shard, dtype=at_least_fp32(bucket.shard))
         model.wait_for = self.wait_for
+        model.tables = {table.name: table for table in self.tables}
 
     def set_tied(self, is_tied: bool):
         """Tie or untie. If tied, the model reads head.weight in place of embed, and embed is not updated."""
@@ -1776,7 +1857,7 @@ class Optimizer:
         self.finish()
         if self.comm.world_size == 1:
             return
-        checksum = torch.zeros((), dtype=torch.int64, device=self.numbers.device)
+        checksum = torch.zeros((), dtype=torch.int64, device=self.hypers.device)
         for bucket in self.buckets:
             checksum = 31 * checksum + bucket.sum_bits()
         checksums = self.comm.gather_objects(checksum.item())
@@ -1786,32 +1867,35 @@ class Optimizer:
                                "a GPU or the network is at fault. --resume=PATH continues an earlier step")
 
     @torch.no_grad()
-    def step(self, state):
-        """Update every due bucket. The next forward waits for the new values."""
+    def step(self, state, norms: UpdateNorms | None = None):
+        """Update every due bucket. The next forward waits for the new values. norms measures updates."""
         due = self.list_due()
         self.step_count += 1
         # 1. Start the reduce-scatters that no hook has started
         for bucket in due:
             if bucket.reducing is None:
                 bucket.start_reduce()
-        self.set_numbers(state)
+        self.set_hypers(state)
         # 2. Last segment first, like its gradients: update this rank's shard, and send the new values
         for bucket in reversed(due):
             bucket.wait_for_gradient()
-            bucket.update()
+            if norms is None:
+                bucket.update(self.model.calls)
+            else:
+                norms.update(bucket, self.model.calls)
             bucket.start_gather()
         if self.cfg.averages:
             self.update_averages()
         if self.model.is_tied and self.step_count > self.untie_step and self.bucket_of["head.weight"] in due:
             self.untie()
 
-    def set_numbers(self, state):
-        """Set the hyperparameters in the UpdateArgs of all buckets."""
-        numbers = [self.compute_numbers(bucket, state) for bucket in self.buckets]
-        self.numbers.copy_(torch.tensor(numbers, dtype=self.numbers.dtype), non_blocking=True)
+    def set_hypers(self, state):
+        """Set the hyperparameters of all buckets."""
+        rows = [self.compute_hyper(bucket, state) for bucket in self.buckets]
+        self.hypers.copy_(torch.tensor(rows, dtype=self.hypers.dtype), non_blocking=True)
 
-    def compute_numbers(self, bucket, state):
-        """The first fields of a bucket's UpdateArgs, except eps. step_count has counted this step."""
+    def compute_hyper(self, bucket, state):
+        """The Hyper of a bucket as numbers. step_count has counted this step."""
         group, name = bucket.group, bucket.group_name
         num_updates = group.count_updates(self.step_count, self.late_step)
         num_early = group.count_updates(min(self.step_count, self.late_step), self.late_step)
@@ -1819,11 +1903,13 @@ class Optimizer:
         # A late update covers `ratio` early ones: betas to this power. The bias correction is then inexact,
         # but about 1. exp(-decay_time), the product of beta2 over all updates so far, is exact
         beta1, beta2 = (beta**ratio for beta in group.betas)
-        decay_time = -math.log(max(group.betas[1], 1e-30)) * (num_early + (num_updates - num_early) * ratio)
-        grad_scale = GRAD_TOKENS / self.cfg.tokens_per_step  # as published, not the stage's tokens
-        return (state.lr[name], state.weight_decay[name] * ratio, state.momentum, grad_scale,
-                1 - beta1**num_updates, 1 - beta2**num_updates, beta1, beta2, decay_time,
-                state.has_slow_momentum)
+        num_early_lengths = num_early + (num_updates - num_early) * ratio
+        return Hyper(
+            lr=state.lr[name], weight_decay=state.weight_decay[name] * ratio, momentum=state.momentum,
+            grad_scale=GRAD_TOKENS / self.cfg.tokens_per_step,  # as published, not the stage's tokens
+            bias_correction1=1 - beta1**num_updates, bias_correction2=1 - beta2**num_updates,
+            beta1=beta1, beta2=beta2, decay_time=-math.log(max(group.betas[1], 1e-30)) * num_early_lengths,
+            has_slow_momentum=state.has_slow_momentum)
 
     def finish(self):
         """Wait for all new values. A tied embedding equals the head, for checkpoints and samples."""
@@ -1880,7 +1966,7 @@ class Optimizer:
 
 # ==== SCHEDULES ============================================================================================
 # Hyperparameters that change during training, as pure functions of the step (record 32). To add one, add a
-# field to StepState, compute it in Schedule.at(), and use it in compute_numbers() or Trainer.train_step().
+# field to StepState, compute it in Schedule.at(), and use it in compute_hyper() or Trainer.train_step().
 
 ROTARY_BASE = 1024  # 1 / the lowest RoPE frequency before YaRN
 
@@ -2353,18 +2439,16 @@ class Trainer:
         self.schedule = Schedule(cfg)
         torch.manual_seed(cfg.seed)
         segments = split_layers(cfg.num_layers, rt.world_size)
-        self.model = model = GPT(cfg, segments, make_ngram_table(cfg, rt)).to(rt.device)
+        self.model = GPT(cfg, segments, make_ngram_table(cfg, rt)).to(rt.device)
         self.graphs: list[StepGraphs] = []
         self.choose_operations(rt.dtype, rt.fast)
-        self.optimizer = Optimizer(model, cfg, rt)
-        self.fp8_scales = DelayedScales(model, rt.comm)
-        model.run_segment = rt.compile(model.run_segment)
-        model.sum_ngrams = rt.compile(model.sum_ngrams)
-        model.head.forward = rt.compile(model.head.forward)
-        if "step_graphs" in rt.fast:
-            self.graphs = add_step_graphs(model, self.optimizer.buckets)
-        self.progress = Progress()
+        self.optimizer = Optimizer(self.model, cfg, rt)
+        self.fp8_scales = DelayedScales(self.model, rt.comm)
         self.use_compile = rt.use_compile
+        self.model.calls = make_calls(self.model, rt.compile)
+        if "step_graphs" in rt.fast:
+            self.model.calls, self.graphs = make_graphs(self.model)
+        self.progress = Progress()
         self.step_inputs: dict[int, tuple[tuple[int, int], StepInputs]] = {}  # by number of tokens
 
     def choose_operations(self, dtype, fast: frozenset[str]):
@@ -2374,8 +2458,9 @@ class Trainer:
         for graphs in self.graphs:  # of the earlier forms
             graphs.graphs.clear()
 
-    def train_step(self, batches: Iterator[Batch], state):
-        """One optimizer step. Returns this rank's weighted loss per token, on the device."""
+    def train_step(self, batches: Iterator[Batch], state, norms: UpdateNorms | None = None):
+        """One optimizer step. norms measures its updates. Returns this rank's weighted loss per token, on
+        the device."""
         device, stage, world_size = self.rt.device, state.stage, self.rt.world_size
         num_micro_batches, size = divide_step(self.cfg, world_size, stage)
         step_inputs = self.get_step_inputs(state, size * stage.seq_len, stage.seq_len)
@@ -2392,7 +2477,7 @@ class Trainer:
 
         # Update
         self.fp8_scales.update()
-        self.optimizer.step(state)
+        self.optimizer.step(state, norms)
         return total_loss / (stage.tokens_per_step // world_size)
 
     @torch.no_grad()
@@ -2405,23 +2490,6 @@ class Trainer:
         for batch, counts in data.batches(rt.comm, num_batches):
             total += self.model(move_batch(batch, rt.device), step_inputs, self.val_ops) * counts
         return rt.comm.all_reduce(total).item() / (num_batches * data.batch_tokens)
-
-    def remove_compiler(self):
-        """Run segments, head and updates as they are written, without graphs. Returns what this replaces."""
-        model = self.model
-        replaced = []
-        for owner, name in ((model, "run_segment"), (model, "sum_ngrams"), (model.head, "forward")):
-            replaced.append((owner, name, vars(owner).pop(name)))
-        for bucket in self.optimizer.buckets:
-            replaced.append((bucket, "update_rule", bucket.update_rule))
-            bucket.update_rule = bucket.rule.update
-            if "run_rule" in vars(bucket):
-                replaced.append((bucket, "run_rule", vars(bucket).pop("run_rule")))
-        return replaced
-
-    def restore_compiler(self, replaced: list[tuple[object, str, Callable]]):
-        for owner, name, function in replaced:
-            setattr(owner, name, function)
 
     def get_step_inputs(self, state, num_tokens: int, seq_len: int):
         """The model's inputs at a schedule state. Those of one shape stay in place, for step_graphs."""
@@ -2446,7 +2514,7 @@ class Trainer:
         # Large steps first: graphs of small ones fit into their memory. No data thread may disturb a capture
         for stage, start, end in sorted(self.schedule.stage_ranges(), key=lambda x: -x[0].tokens_per_step):
             print_phase(f"warm-up with {stage.tokens_per_step:,} tokens per step", self.rt)
-            num_steps = min(self.cfg.warmup_iterations * self.cfg.adam_every, end - start)
+            num_steps = min(self.cfg.warmup_iterations * self.cfg.longest_period, end - start)
             batches = (move_batch(batch, self.rt.device)
                        for batch in train_data.batches(self.rt.comm, start, start + num_steps))
             for _ in range(num_steps):
@@ -2508,9 +2576,7 @@ def train(cfg, rt, argv: list[str]):
             run["choices"]["compile"] = "off"
         gc.freeze()  # the garbage collector ignores all objects of the setup
         setup = dict(compile_time_s=round(clock(rt.device) - started, 2), data_setup_s=data_setup_s)
-        if cfg.telemetry_every:
-            Telemetry(trainer, log)  # wraps trainer.train_step
-        guard = Guard(trainer, log) if cfg.guard else None
+        monitor = Monitor(trainer, log)
         stop.catch_signals()
         optimizer.check_ranks()  # they also wait for each other
         rt.comm.set_timeout(STEP_TIMEOUT)
@@ -2529,7 +2595,7 @@ def train(cfg, rt, argv: list[str]):
                     log.log_validation(trainer.validate(val_data, state), train_clock.seconds)
 
             # 2. One step
-            loss = trainer.train_step(batches, state)
+            loss = trainer.train_step(batches, state, monitor.start_step())
             progress.step += 1
             progress.tokens += state.stage.tokens_per_step
             log.log_step(loss, train_clock.read())
@@ -2541,8 +2607,7 @@ def train(cfg, rt, argv: list[str]):
             status = stop.exchange()
             is_free = is_last or optimizer.has_no_pending_gradients()
             must_save = is_free and bool(status or save_is_due)
-            if guard:
-                guard.end_step(loss, state, must_wait=must_save or is_last)
+            monitor.end_step(loss, state, must_wait=must_save or is_last)
             if must_save:
                 log.flush_losses()
                 progress.train_time, save_is_due = train_clock.lap(), False
@@ -2740,7 +2805,7 @@ class FormCheck:
     def find_graph_error(self, names: list[str], dtype):
         """Why step_graphs cannot be used with these forms, or "". All bits of a second replay are equal."""
         expected = [self.run(names, dtype, case) for case in range(2)]
-        add_step_graphs(self.model)
+        self.model.calls, _ = make_graphs(self.model)
         errors = [self.find_error(names, dtype, 0.0, case, expected[case]) for case in range(2)]
         return errors[0] or errors[1]
 
@@ -2766,27 +2831,29 @@ def check_compiler(trainer, train_data, val_data):
     """Compare compiled code with the code that it was made from, on a validation batch and a training batch:
     activations, losses, the gradient of each bucket and its update. If they differ on any rank, the compiler
     is off on all ranks. Changes parameters and state. Returns lines for the log."""
-    optimizer, comm, device = trainer.optimizer, trainer.rt.comm, trainer.rt.device
+    model, optimizer = trainer.model, trainer.optimizer
+    comm, device = trainer.rt.comm, trainer.rt.device
     optimizer.finish()
-    add_noise(param for param in trainer.model.parameters() if not param.spec.is_table)
+    add_noise(param for param in model.parameters() if not param.spec.is_table)
     state = trainer.schedule.at(0)  # the first stage has most kinds of targets
     batch = move_batch(next(train_data.batches(comm, 0, 1)), device)
     val_batch, _ = next(val_data.batches(comm, 1))
     val_batch = move_batch(val_batch, device)
 
     # Compiled and plain results by (kind, name)
+    compiled_calls, plain_calls = model.calls, make_calls(model)
     compiled = run_batches(trainer, state, batch, val_batch, val_data)
     plain = {}
-    optimizer.step_count = max(optimizer.step_count, trainer.cfg.adam_every)  # all groups have an update
-    optimizer.set_numbers(state)
+    optimizer.step_count = max(optimizer.step_count, trainer.cfg.longest_period)  # all groups have an update
+    optimizer.set_hypers(state)
     for bucket in optimizer.buckets:  # random gradients have full rank, so rounding changes updates little
         bucket.grad.normal_(generator=torch.Generator(device).manual_seed(0))
-        for results, rule in ((compiled, bucket.update_rule), (plain, bucket.rule.update)):
-            for key, tensor in bucket.compute_update(rule).items():
+        for results, calls in ((compiled, compiled_calls), (plain, plain_calls)):
+            for key, tensor in bucket.compute_update(calls).items():
                 results["update", f"{bucket.name}/{key}"] = tensor
     lines = []
     comm.set_timeout(STEP_TIMEOUT)  # of ranks that wait for one that runs out of memory
-    replaced = trainer.remove_compiler()
+    model.calls = plain_calls
     for has_gradients, what in ((True, "gradients"), (False, "activations and losses")):
         try:
             with torch.set_grad_enabled(has_gradients):
@@ -2795,9 +2862,20 @@ def check_compiler(trainer, train_data, val_data):
         except torch.OutOfMemoryError:
             lines.append(f"{what} of compiled code were not compared, because they need too much memory")
         torch.cuda.empty_cache()
-    trainer.restore_compiler(replaced)
 
-    problem = ""
+    problem = max(comm.gather_objects(find_difference(trainer, compiled, plain)))
+    if problem:
+        trainer.use_compile = False
+        for graphs in trainer.graphs:
+            graphs.graphs.clear()
+        lines.append(f"torch.compile: off ({problem} against the code without it)")
+    else:
+        model.calls = compiled_calls
+    return lines
+
+
+def find_difference(trainer, compiled: dict, plain: dict):
+    """The first result of run_batches() that rounding does not explain, or ""."""
     largest = max((measure_norm(x) for (kind, _), x in plain.items() if kind == "gradient"), default=0.0)
     for (kind, name), expected in plain.items():
         limit = COMPILER_LIMITS[kind][trainer.ops.dtype != torch.float32]
@@ -2808,16 +2886,8 @@ def check_compiler(trainer, train_data, val_data):
             norm = max(norm, ZERO_GRADIENT * largest)
         error = measure_norm(compiled[kind, name] - expected)
         if not error <= limit * norm:
-            problem = f"{kind} of {name}: relative error {error / norm:.2g}"
-            break
-    problem = max(comm.gather_objects(problem))
-    if problem:
-        trainer.use_compile = False
-        trainer.remove_compiler()
-        for graphs in trainer.graphs:
-            graphs.graphs.clear()
-        lines.append(f"torch.compile: off ({problem} against the code without it)")
-    return lines
+            return f"{kind} of {name}: relative error {error / norm:.2g}"
+    return ""
 
 
 def run_batches(trainer, state, batch, val_batch, val_data):
@@ -2830,19 +2900,19 @@ def run_batches(trainer, state, batch, val_batch, val_data):
         val_state = trainer.schedule.at(cfg.num_iterations)
         step_inputs = trainer.get_step_inputs(val_state, val_data.batch_tokens, cfg.val_seq_len)
         x = model.run_layers(val_batch, step_inputs, trainer.val_ops)
-        loss = model.head(x, val_batch.targets, step_inputs, None, None, trainer.val_ops)
+        loss = model.calls.run_head(x, val_batch.targets, step_inputs, None, None, trainer.val_ops)
     results["activations", "validation"] = x
     results["loss", "validation"] = loss
     if model.ngram is not None:  # the table may still be zero
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(batch.sign_rows.numel(), cfg.model_dim, generator=generator)
         rows = rows.to(model.ngram).requires_grad_()
-        ngrams = model.sum_ngrams(rows, batch.sign_rows, trainer.ops.dtype)
+        ngrams = model.calls.sum_ngrams(rows, batch.sign_rows, trainer.ops.dtype)
         results["activations", "n-grams"] = ngrams.detach()
     step_inputs = trainer.get_step_inputs(state, len(batch.inputs), state.stage.seq_len)
     loss_weights = torch.tensor(state.loss_weights, device=trainer.rt.device)
     x = model.run_layers(batch, step_inputs, trainer.ops)
-    loss = model.head(x, batch.targets, step_inputs, loss_weights, batch.classes, trainer.ops)
+    loss = model.calls.run_head(x, batch.targets, step_inputs, loss_weights, batch.classes, trainer.ops)
     results["activations", "training"] = x.detach().clone()
     results["loss", "training"] = loss.detach()
     if loss.requires_grad:
@@ -2899,19 +2969,22 @@ class StepGraphs:
         return graph, params
 
 
-def add_step_graphs(model, buckets: Iterable[Bucket] = ()):
-    """Make StepGraphs of a model's segments and head, and of the updates of buckets. Returns them."""
+def make_graphs(model):
+    """StepGraphs of a model's segments and head, and of the updates of buckets. Returns (calls of the model
+    with graphs in place of these functions, list of the graphs)."""
+    calls = model.calls
     params = list(model.parameters())
     for module in model.modules():
         params += getattr(module, "scales", None) or ()  # the gradient of an FP8 scale is an amax
-    segments = {layers: StepGraphs(functools.partial(model.run_segment, layers), params)
-                for layers in model.segments}
-    model.run_segment = lambda layers, *args: segments[layers](*args)
-    model.head.forward = head = StepGraphs(model.head.forward, params)
-    updates = StepGraphs(Bucket.run_rule)
-    for bucket in buckets:
-        bucket.run_rule = functools.partial(updates, bucket)
-    return [*segments.values(), head, updates]
+    segments = {layers: StepGraphs(calls.run_segment, params) for layers in model.segments}
+    head = StepGraphs(calls.run_head, params)
+    updates = StepGraphs(calls.update_shard)
+
+    def run_segment(layers, *args):
+        return segments[layers](layers, *args)
+
+    calls = calls._replace(run_segment=run_segment, run_head=head, update_shard=updates)
+    return calls, [*segments.values(), head, updates]
 
 # ==== FAST NORM AND ATTENTION ==============================================================================
 # Attention without T x T masks. On a GPU FlexAttention skips invisible blocks. Elsewhere each block of
@@ -3663,7 +3736,7 @@ class Table(Bucket):
     ROWS_AT_ONCE = 2**17  # largest number of rows in one call of the update rule
     CHECKED_ROWS = 128  # rows that all ranks compare
 
-    def store(self, cfg):
+    def store(self, cfg, rt):
         """The parameter becomes this rank's rows."""
         ((name, param),) = self.params.items()
         comm = self.comm
@@ -3674,12 +3747,15 @@ class Table(Bucket):
             param.data = param.data[comm.rank * size :][:size].clone()
         self.values = self.shard = param.data
         self.unit, self.first_row = param.shape[1:], comm.rank * size
-        param.owner = self
-        self.sum_rows = sum_rows  # or its kernel
+        self.has_kernel = rt.use_compile and rt.device.type == "cuda" and cfg.fast != ("off",)
         self.is_dry = False  # updates change nothing, for the warm-up
         self.pieces: list[tuple[Tensor, Tensor]] = []  # rows (n,) and gradients (n, D)
         self.arriving: list[tuple[RowPlan, Tensor, dist.Work | None]] = []
         self.total = self.grad = None if self.is_sparse else torch.zeros_like(self.shard)
+
+    def sum_rows(self, grad, places, order, num_rows: int):
+        sum_equal = launch_row_sums if self.has_kernel else sum_rows
+        return sum_equal(grad, places, order, num_rows)
 
     def start_reading(self, plan):
         """Fetch the rows of a micro-batch. Returns a function that waits for them, and reads them."""
@@ -3730,14 +3806,14 @@ class Table(Bucket):
             self.rows = torch.full_like(ordered, len(self.shard) - 1).scatter_(0, first, ordered)
             self.grad = self.sum_rows(grads, places, order, len(rows))
 
-    def update(self):
+    def update(self, calls: Calls):
         """Update all rows, or those that have a finite gradient. Clear the gradients."""
         if not self.is_sparse:
-            super().update()
+            super().update(calls)
             return
         for part, grad in self.split_rows():
             new, state = self.read_rows(part)
-            self.update_rule(new, grad, state, self.args)  # changes them in place
+            calls.rules[self.group.rule](new, grad, state, self.hyper, self.options)  # changes them in place
             if not self.is_dry:
                 self.shard[part] = new
                 for key, values in state.items():
@@ -3757,12 +3833,12 @@ class Table(Bucket):
         """Copies of these rows (n, D) and of their state."""
         return self.shard[rows], {key: tensor[rows] for key, tensor in self.state.items()}
 
-    def compute_update(self, update_rule: Callable):
+    def compute_update(self, calls: Calls):
         if not self.is_sparse:
-            return super().compute_update(update_rule)
+            return super().compute_update(calls)
         rows, grad = next(self.split_rows())
         new, state = self.read_rows(rows)
-        update_rule(new, grad, state, self.args)
+        calls.rules[self.group.rule](new, grad, state, self.hyper, self.options)
         return {"values": new - self.shard[rows], **state}
 
     def start_gather(self):
@@ -5310,71 +5386,77 @@ class Snapshot:
 
 # ==== TELEMETRY AND GUARD ==================================================================================
 # Telemetry writes measurements into <run_id>.jsonl. The guard restores an earlier state if training
-# diverges. Both wrap the updates of buckets. Only train() calls them.
+# diverges. train() calls them before and after a step. Both read the norms of the step's updates.
 
 def measure_norm(x):
     return torch.linalg.vector_norm(x, dtype=at_least_fp32(x))
 
 
 class UpdateNorms:
-    """Sums of squares of this rank's updates, by parameter group."""
+    """Sums of squares of this rank's updates in one step, by parameter group."""
 
     def __init__(self, optimizer, is_full: bool):
         """is_full: of weights, updates and momentum, too. Without it only of gradients."""
-        self.optimizer, self.is_full, self.is_on = optimizer, is_full, True
+        self.optimizer = optimizer
+        self.is_full = is_full
         self.groups = sorted({bucket.group_name for bucket in optimizer.buckets})
         self.sums = torch.zeros(len(self.groups), 4, device=optimizer.buckets[0].shard.device)
-        for bucket in optimizer.buckets:
-            bucket.update = functools.partial(self.measure, bucket, bucket.update)
 
-    def measure(self, bucket, run_update: Callable):
+    def update(self, bucket, calls: Calls):
         """Update a bucket and add its sums: gradient of a step's summed loss, weight, update, momentum."""
-        if not self.is_on:
-            run_update()
-            return
         is_full = self.is_full and not bucket.rule.row_state
         if is_full:
             before = bucket.read_shard()
         last_step, late_step = self.optimizer.step_count - 1, self.optimizer.late_step
         norms = [measure_norm(bucket.grad) / bucket.group.period(last_step, late_step)]
-        run_update()  # clears the gradient
+        bucket.update(calls)  # clears the gradient
         if is_full:
-            weight, momentum = bucket.read_shard(), next(iter(bucket.state.values()))
-            norms += map(measure_norm, (weight, weight - before, momentum))
+            weight = bucket.read_shard()
+            momentum = next(iter(bucket.state.values()))
+            norms += [measure_norm(weight), measure_norm(weight - before), measure_norm(momentum)]
         self.sums[self.groups.index(bucket.group_name), : len(norms)] += torch.stack(norms).square()
 
-    def take(self):
-        """The sums (groups, 4) since the last call."""
-        sums, self.sums = self.sums, torch.zeros_like(self.sums)
-        return sums
 
-
-class Telemetry:
-    """Measures every telemetry_every-th step. It wraps Trainer.train_step()."""
+class Monitor:
+    """Telemetry of every telemetry_every-th step, and the guard."""
 
     def __init__(self, trainer, log):
-        self.trainer, self.log, self.norms = trainer, log, UpdateNorms(trainer.optimizer, is_full=True)
-        self.run_step, trainer.train_step = trainer.train_step, self.train_step
+        self.trainer, self.log = trainer, log
+        self.guard = Guard(trainer, log) if trainer.cfg.guard else None
+        self.norms: UpdateNorms | None = None  # of this step
+        self.started = 0.0
 
-    def train_step(self, batches: Iterator[Batch], state):
-        """One step, with a line if it is measured. Groups without an update in this step are left out."""
-        trainer, comm, step = self.trainer, self.trainer.rt.comm, self.trainer.progress.step + 1
-        self.norms.is_on = step % trainer.cfg.telemetry_every == 0
-        if not self.norms.is_on:
-            return self.run_step(batches, state)
-        started = clock(trainer.rt.device)
-        loss = self.run_step(batches, state)
-        seconds = clock(trainer.rt.device) - started
-        mean_loss = comm.all_reduce(loss.clone()).item() / comm.world_size
+    def start_step(self):
+        """Returns the UpdateNorms that this step fills, or None."""
+        every = self.trainer.cfg.telemetry_every
+        is_measured = every > 0 and (self.trainer.progress.step + 1) % every == 0
+        self.norms = None
+        if is_measured or self.guard:
+            self.norms = UpdateNorms(self.trainer.optimizer, is_full=is_measured)
+        if is_measured:
+            self.started = clock(self.trainer.rt.device)
+        return self.norms
+
+    def end_step(self, loss, state, must_wait: bool):
+        """After a step: log its measurements, and let the guard check it, later unless must_wait."""
+        if self.norms is not None and self.norms.is_full:
+            self.write_telemetry(loss, state)
+        if self.guard:
+            self.guard.end_step(loss, state, self.norms, must_wait)
+
+    def write_telemetry(self, loss, state):
+        """One line of <run_id>.jsonl. Groups without an update in this step are left out."""
+        rt, step = self.trainer.rt, self.trainer.progress.step
+        seconds = clock(rt.device) - self.started
+        mean_loss = rt.comm.all_reduce(loss.clone()).item() / rt.world_size
+        sums = rt.comm.all_reduce(self.norms.sums.clone()).sqrt().tolist()
         groups = {}
-        sums = comm.all_reduce(self.norms.take()).sqrt().tolist()
         for group, (grad, weight, update, momentum) in zip(self.norms.groups, sums):
             if grad:
                 groups[group] = dict(
                     grad_norm=grad / state.stage.tokens_per_step, weight_norm=weight, momentum_norm=momentum,
                     update_ratio=update / max(weight, 1e-30))
         self.log.write_event("telemetry", step, loss=mean_loss, groups=groups, seconds=dict(step=seconds))
-        return loss
 
 
 def lower_precision(trainer, run: dict):
@@ -5387,7 +5469,7 @@ def lower_precision(trainer, run: dict):
     if trainer.ops.dtype == torch.bfloat16:
         trainer.choose_operations(torch.float32, trainer.fast)
         for bucket in trainer.optimizer.buckets:
-            bucket.args = bucket.args._replace(dtype=torch.float32)
+            bucket.options = bucket.options._replace(dtype=torch.float32)
         run["choices"]["dtype"] = "float32"
         return "activations become float32"
     return ""
@@ -5403,16 +5485,16 @@ class Guard:
     TRIAL_STEPS = 5  # a snapshot is trusted once it is this many steps old
 
     def __init__(self, trainer, log):
-        self.trainer, self.log, self.norms = trainer, log, UpdateNorms(trainer.optimizer, is_full=False)
+        self.trainer, self.log = trainer, log
         self.pending = []  # (step, its sums on the CPU, event), not checked yet
         self.snapshots = [(trainer.progress.step, Snapshot(trainer))]
 
-    def end_step(self, loss, state, must_wait: bool):
+    def end_step(self, loss, state, norms: UpdateNorms, must_wait: bool):
         """Check the previous step, and with must_wait this step. Take a snapshot if it is time."""
         trainer, step = self.trainer, self.trainer.progress.step
-        squares = self.norms.take()[:, 0] / state.stage.tokens_per_step**2  # by group
+        squares = norms.sums[:, 0] / state.stage.tokens_per_step**2  # by group
         weight = sum(state.loss_weights) or 1.0  # makes losses of stages comparable
-        matrix_square = squares[self.norms.groups.index("matrix")]  # other groups may skip steps
+        matrix_square = squares[norms.groups.index("matrix")]  # other groups may skip steps
         sums = torch.stack((loss / (weight * trainer.rt.world_size), matrix_square, squares.sum()))
         sums = trainer.rt.comm.all_reduce(sums).to("cpu", non_blocking=True)  # to pinned memory
         self.pending.append((step, sums, record_event(trainer.rt.device)))

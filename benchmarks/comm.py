@@ -154,7 +154,7 @@ def count_minimum_bytes(optimizer: gpt.Optimizer, first_step: int, last_step: in
 def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[float], dict]:
     """(seconds of each step of the first stage on the slowest rank, MB per step).
 
-    The first cycle of adam_every steps compiles both kinds of updates and is not timed.
+    The first cycle of longest_period steps compiles both kinds of updates and is not timed.
     """
     trainer = gpt.Trainer(cfg, rt)
     cfg, state, bos = trainer.cfg, trainer.schedule.at(0), cfg.vocab_size - 1
@@ -165,7 +165,7 @@ def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[f
     batch = gpt.add_plans(gpt.make_batch(tokens[rt.comm.rank], bos), list(tokens), rt.comm.rank, cfg)
     if stage.num_classes:  # other targets are ignored
         batch = batch._replace(classes=torch.arange(stage.num_classes).repeat(rows, 1))
-    batch, warm_up = gpt.move_batch(batch, rt.device), cfg.adam_every
+    batch, warm_up = gpt.move_batch(batch, rt.device), cfg.longest_period
     batches, seconds, total = iter(lambda: batch, None), [], warm_up + num_steps
     with count_bytes() as num_bytes:
         for _ in range(total):
@@ -186,13 +186,13 @@ def time_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> tuple[list[f
 def measure_steps(cfg: gpt.Config, rt: gpt.Runtime, num_steps: int) -> list[dict]:
     """Two rows: steps that send nothing, and steps."""
     seconds, sent = {False: [], True: []}, {}
-    count = max(1, num_steps // PASSES // cfg.adam_every) * cfg.adam_every
+    count = max(1, num_steps // PASSES // cfg.longest_period) * cfg.longest_period
     for sends in tqdm([False, True] * PASSES, desc="steps", disable=not rt.is_main):
         with contextlib.nullcontext() if sends else send_nothing():
             times, sent[sends] = time_steps(cfg, rt, count)
         seconds[sends] += times
     sent[False]["mb"] = 0.0
-    means = {sends: common.time_step(seconds[sends], cfg.adam_every) for sends in seconds}
+    means = {sends: common.time_step(seconds[sends], cfg.longest_period) for sends in seconds}
     flops = count_step_flops(cfg) / (rt.peak_flops * rt.world_size)
     return [dict(sends=sends, **sent[sends], ms=1e3 * mean,
                  spread_ms=1e3 * (max(seconds[sends]) - min(seconds[sends])),

@@ -17,8 +17,8 @@ import train_gpt as gpt
 def time_step(seconds: list[float], every: int) -> float:
     """Average seconds per step: the mean of each `every` consecutive steps, then the median of these means.
 
-    `every` is Config.adam_every or a multiple of it. A mean over fewer steps counts some kinds of steps too
-    often.
+    `every` is Config.longest_period or a multiple of it. A mean over fewer steps counts some kinds of steps
+    too often.
     """
     means = [statistics.mean(seconds[i : i + every]) for i in range(len(seconds) - every + 1)]
     return statistics.median(means or [statistics.mean(seconds)])

@@ -134,12 +134,12 @@ class Recorder:
 
 def record_cycle(cfg: gpt.Config, rt: gpt.Runtime, data: gpt.TrainData, num_cycles: int = 5
                  ) -> list[Event]:
-    """The events of rank 0 of rt.world_size in cfg.adam_every steps of the last stage, on this device.
+    """The events of rank 0 of rt.world_size in cfg.longest_period steps of the last stage, on this device.
 
     Times are medians over num_cycles cycles. The optimizer repeats the last cycle before the final two
     steps, so groups have their late periods, and all cycles have the same updates.
     """
-    recorder, steps = Recorder(rt), cfg.adam_every
+    recorder, steps = Recorder(rt), cfg.longest_period
     last, cycles = cfg.num_iterations - 1, []
     first_of_cycle = max(0, (last - 1) // steps - 1) * steps
     with recorder.replace_collectives():

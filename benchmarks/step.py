@@ -86,7 +86,7 @@ class Subject:
     def __init__(self, cfg: gpt.Config, rt: gpt.Runtime):
         self.rt, self.cfg = rt, cfg
         # steps until Adam and telemetry have acted at least once
-        self.every = math.lcm(cfg.adam_every, cfg.telemetry_every or 1)
+        self.every = math.lcm(cfg.longest_period, cfg.telemetry_every or 1)
         before = count_graphs()
         self.data, self.val_data = gpt.TrainData(cfg, gpt.Schedule(cfg)), gpt.ValData(cfg)
         start = gpt.clock(rt.device)
@@ -97,9 +97,7 @@ class Subject:
         run = gpt.describe_run(cfg, rt, [], self.data.shards, self.val_data.shards)
         self.log = gpt.RunLog(cfg, rt, run, {}, self.trainer.progress)  # no files before __enter__
         self.log.print = lambda _text: None
-        if cfg.telemetry_every:
-            gpt.Telemetry(self.trainer, self.log)
-        self.guard = gpt.Guard(self.trainer, self.log) if cfg.guard else None
+        self.monitor = gpt.Monitor(self.trainer, self.log)
         self.batches = TimedBatches(gpt.prefetch(
             self.data.batches(rt.comm, 0, cfg.num_iterations), rt.device))
         self.seconds: list[float] = []
@@ -108,12 +106,11 @@ class Subject:
         """Time one training step with telemetry and guard, until its last update is done."""
         trainer, progress, device = self.trainer, self.trainer.progress, self.rt.device
         start, state = gpt.clock(device), trainer.schedule.at(progress.step)
-        loss = trainer.train_step(self.batches, state)
+        loss = trainer.train_step(self.batches, state, self.monitor.start_step())
         progress.step += 1
         progress.tokens += state.stage.tokens_per_step
         self.log.log_step(loss, 1.0)
-        if self.guard:
-            self.guard.end_step(loss, state, must_wait=False)
+        self.monitor.end_step(loss, state, must_wait=False)
         trainer.optimizer.finish()
         self.seconds.append(gpt.clock(device) - start)
 
@@ -264,7 +261,7 @@ def break_down(subject: Subject, trace: Path | None) -> tuple[dict[str, float], 
     use_cuda = rt.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * use_cuda
     optimizer_step = subject.trainer.optimizer.step
-    num_steps = max(1, PROFILED_STEPS // cfg.adam_every) * cfg.adam_every
+    num_steps = max(1, PROFILED_STEPS // cfg.longest_period) * cfg.longest_period
 
     def marked_step(*args):
         with record_function("optimizer"):
@@ -329,7 +326,7 @@ def predict(subject: Subject, num_ranks: int, bus_gb_per_s: float) -> dict:
     gpt.check_world_size(cfg, num_ranks)
     one_of_many = dataclasses.replace(rt, comm=gpt.Comm(0, num_ranks))
     events = simulate_ranks.record_cycle(cfg, one_of_many, subject.data)
-    played, steps = simulate_ranks.play(events, bus_gb_per_s), cfg.adam_every
+    played, steps = simulate_ranks.play(events, bus_gb_per_s), cfg.longest_period
     longest = sorted(played.pop("exposed").items(), key=lambda row: -row[1])
     exposed = {name: ms / steps for name, ms in longest}
     return dict(ranks=num_ranks, bus_gb_per_s=bus_gb_per_s, latency_ms=simulate_ranks.LATENCY_MS,

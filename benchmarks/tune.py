@@ -236,7 +236,7 @@ class Tuner:
         seconds = self.facts["step_seconds"]
         self.num_steps = round(TURN_SECONDS / seconds)  # of a turn
         schedule = gpt.Schedule(step.shorten(self.cfg, NUM_STEPS))
-        turn = list_turn(schedule, self.cfg.adam_every, self.num_steps)
+        turn = list_turn(schedule, self.cfg.longest_period, self.num_steps)
         self.race_s = 2 * args.rounds * (1 + len(turn)) * seconds
         self.needs = monotonic() - self.start + self.race_s  # seconds for the next alternatives
         self.reserve = 0.0  # seconds for the combined winners

@@ -276,8 +276,8 @@ def make_trainer(shards, **changes):
     trainer = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS | fp8))
     batches = start_prefetcher(trainer)
 
-    def step():
-        loss = trainer.train_step(batches, trainer.schedule.at(trainer.progress.step))
+    def step(norms=None):
+        loss = trainer.train_step(batches, trainer.schedule.at(trainer.progress.step), norms)
         trainer.progress.step += 1
         return loss
 

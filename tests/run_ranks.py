@@ -44,8 +44,8 @@ def exact_sums(unit: float = 2.0**-12):
     """Round all gradients to multiples of a unit. Then any number of ranks has equal bits. 0: no rounding."""
     store, add = gpt.Bucket.store, gpt.Table.add
 
-    def store_with_hooks(bucket, cfg):
-        store(bucket, cfg)
+    def store_with_hooks(bucket, cfg, rt):
+        store(bucket, cfg, rt)
         for param in bucket.params.values():
             param.register_hook(functools.partial(round_to_multiple, unit=unit))
 

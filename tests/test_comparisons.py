@@ -161,14 +161,11 @@ def make_compiled(shards, preset: str = "smoke", dtype=torch.float32, fast=CPU_F
     return trainer, gpt.TrainData(cfg, trainer.schedule), gpt.ValData(cfg)
 
 
+def is_compiled_now(calls) -> bool:
+    return calls.rules["muon"] != gpt.RULES["muon"].update
+
+
 NOISE = times(1 + 2.0**-20)  # the rounding of a few operations in float32
-
-
-def list_functions(trainer) -> list:
-    """The functions that replace methods: compiled, and in graphs."""
-    owners = trainer.model, trainer.model.head, *trainer.optimizer.buckets
-    names = "run_segment", "sum_ngrams", "forward", "update_rule", "run_rule"
-    return [vars(owner).get(name) for owner in owners for name in names]
 
 
 @pytest.mark.parametrize("preset, warmup_iterations, forms", [
@@ -182,12 +179,11 @@ def test_a_faultless_compiler_stays_on(shards, monkeypatch, preset, warmup_itera
     trainer, *data = make_compiled(shards, preset, fast=fast, warmup_iterations=warmup_iterations)
     for bucket in trainer.optimizer.buckets:
         bucket.values.add_(0.01)  # also to rows of a table that begins with zeros
-    functions, before = list_functions(trainer), list_state(trainer)
-    num_functions = 3 + (1 + bool(forms)) * len(trainer.optimizer.buckets)
+    calls, before = trainer.model.calls, list_state(trainer)
     with graphs_on_cpu():
         assert trainer.warm_up(*data) == [] and trainer.use_compile
-    assert len([x for x in functions if x]) == num_functions
-    assert all(x is y for x, y in zip(list_functions(trainer), functions))
+    assert trainer.model.calls is calls and isinstance(calls.run_head, gpt.StepGraphs) == bool(forms)
+    assert all(isinstance(rule, functools.partial) for rule in calls.rules.values())
     assert_same_bits(list_state(trainer), before)
     assert all(not (table.pieces or table.arriving or table.is_dry) for table in trainer.optimizer.tables)
     assert trainer.optimizer.step_count == 0 and trainer.model.is_tied == trainer.cfg.tie_head
@@ -202,7 +198,9 @@ def test_after_a_fault_no_function_is_compiled(shards, monkeypatch):
     with graphs_on_cpu():
         (line,) = trainer.warm_up(*data)
     assert OFF.search(line) and not trainer.use_compile
-    assert [x for x in list_functions(trainer) if x] == [x.rule.update for x in trainer.optimizer.buckets]
+    calls = trainer.model.calls
+    assert (calls.run_segment, calls.run_head) == (trainer.model.run_segment, trainer.model.head.forward)
+    assert calls.rules == {name: rule.update for name, rule in gpt.RULES.items()}
     assert len(trainer.graphs) == 3 and not any(graphs.graphs for graphs in trainer.graphs)
     assert_same_bits(list_state(trainer), before)
 
@@ -214,7 +212,7 @@ def test_the_compared_updates(shards, preset, dtype):
     cfg = smoke_config(shards, preset=preset, matrix_dtype=dtype)
     optimizer = (trainer := gpt.Trainer(cfg, make_runtime())).optimizer
     optimizer.step_count = 2
-    optimizer.set_numbers(trainer.schedule.at(2))
+    optimizer.set_hypers(trainer.schedule.at(2))
     torch.manual_seed(0)
     assert any("low_bits" in bucket.state for bucket in optimizer.buckets) == (dtype == "bfloat16")
     for bucket in optimizer.buckets:
@@ -224,9 +222,9 @@ def test_the_compared_updates(shards, preset, dtype):
             bucket.shard.normal_()  # it begins with zeros
         bucket.grad.normal_()
         grad, start, before = bucket.grad.clone(), bucket.read_shard(), list_state(trainer)
-        first = bucket.compute_update(bucket.rule.update)
+        first = bucket.compute_update(trainer.model.calls)
         assert_same_bits(list_state(trainer), before)
-        bucket.update()
+        bucket.update(trainer.model.calls)
         values = first.pop("values")
         assert len(values) == (8 if bucket.total is None else len(bucket.shard))
         assert torch.equal(values[: len(grad)], (bucket.read_shard() - start)[rows]) and values.any(), bucket.name
@@ -234,10 +232,10 @@ def test_the_compared_updates(shards, preset, dtype):
         for key, state in first.items():
             assert torch.equal(state[: len(bucket.state[key][rows])], bucket.state[key][rows]), (bucket.name, key)
         bucket.rows, bucket.grad = rows, grad
-        later = bucket.compute_update(bucket.rule.update)["values"]
+        later = bucket.compute_update(trainer.model.calls)["values"]
         for name in bucket.rule.moments:
             bucket.state[name].zero_()
-        assert torch.equal(later, bucket.compute_update(bucket.rule.update)["values"]), bucket.name
+        assert torch.equal(later, bucket.compute_update(trainer.model.calls)["values"]), bucket.name
 
 
 def test_a_whole_run_with_a_faultless_compiler(shards, here, monkeypatch, capsys, train_plain):
@@ -290,21 +288,21 @@ def test_every_number_has_its_limit(shards, monkeypatch, case):
         return result * (1 + wrong[key] * errors[key])
 
     def run_wrong_batches(trainer, *args):
-        results, is_compiled = run_batches(trainer, *args), "run_segment" in vars(trainer.model)
+        results, is_compiled = run_batches(trainer, *args), is_compiled_now(trainer.model.calls)
         return {key: change(*key, result) if is_compiled else result for key, result in results.items()}
 
-    def compute_wrong_update(bucket, rule):
-        result, is_compiled = compute_update(bucket, rule), isinstance(rule, functools.partial)
-        if is_compiled:
+    def compute_wrong_update(bucket, calls):
+        result = compute_update(bucket, calls)
+        if is_compiled_now(calls):
             result["values"] = change("update", f"{bucket.name}/values", result["values"])
         return result
 
     monkeypatch.setattr(gpt, "run_batches", run_wrong_batches)
     monkeypatch.setattr(gpt.Bucket, "compute_update", compute_wrong_update)
-    functions = trainer.remove_compiler()
+    functions = trainer.model.calls
 
     def check() -> list[str]:
-        trainer.restore_compiler(functions)
+        trainer.model.calls = functions
         return gpt.check_compiler(trainer, *data)
 
     used = set()
@@ -364,7 +362,7 @@ def test_without_memory_for_any_plain_code(shards, monkeypatch, first, line):
     before_call(monkeypatch, gpt, "run_batches", fail)
     lines = trainer.warm_up(*data)
     assert line in lines and len(OFF.findall("\n".join(lines))) == first - 1 and len(lines) == 2 * first - 1
-    assert trainer.use_compile == ("run_segment" in vars(trainer.model)) == (first == 1)
+    assert trainer.use_compile == is_compiled_now(trainer.model.calls) == (first == 1)
     assert_same_bits(list_state(trainer), before)
 
 
@@ -385,7 +383,7 @@ def wrong_state(fn, **_):
     """adamw doubles its second moment after each update."""
     if getattr(fn, "__self__", None) is not gpt.RULES["adamw"]:
         return functools.partial(fn)
-    return lambda param, grad, state, args: (fn(param, grad, state, args), state["exp_avg_sq"].mul_(2))
+    return lambda param, grad, state, *args: (fn(param, grad, state, *args), state["exp_avg_sq"].mul_(2))
 
 
 @pytest.mark.parametrize("compiler, dtype", [

@@ -148,7 +148,7 @@ def test_groups_change_the_given_fields(tmp_path):
     )
     for groups in (given, json.dumps(given), str(path)):
         cfg = gpt.make_config({"preset": "muonh", "head_lr": 0.5, "groups": groups})
-        assert cfg.groups == expected and (cfg.adam_every, base.adam_every) == (2, 1)
+        assert cfg.groups == expected and (cfg.longest_period, base.longest_period) == (2, 1)
 
 
 def test_a_preset_file(tmp_path):

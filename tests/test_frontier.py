@@ -300,12 +300,14 @@ def test_a_row_of_the_table_at_the_published_values():
     for event in range(1, 5):
         beta2, decay, wide = (0.95, 5, 0) if event < 4 else (0.9025, 10, 1)
         number = lambda x: torch.tensor(x, dtype=torch.float64)
-        args = gpt.UpdateArgs(
+        hyper = gpt.Hyper(
             lr=number([0.56]), weight_decay=number([0.56 * 0.005 * decay]), momentum=number(0.0),
             grad_scale=number(1.0), bias_correction1=number(1.0), bias_correction2=number(1 - beta2**event),
-            betas=(0.0, beta2), eps=1e-10, cautious=True, decay_time=number(-np.log(0.95) * (event + wide)))
+            beta1=number(0.0), beta2=number(beta2), decay_time=number(-np.log(0.95) * (event + wide)),
+            has_slow_momentum=number(0.0))
+        options = gpt.UpdateOptions(eps=1e-10, cautious=True)
         before = table.clone()
-        rule.update(table, torch.tensor([grads.get(event, [0.0] * 4)], dtype=torch.float64), state, args)
+        rule.update(table, torch.tensor([grads.get(event, [0.0] * 4)], dtype=torch.float64), state, hyper, options)
         if event in expected:
             assert table[0].tolist() == pytest.approx(expected[event][0], abs=1e-6)
             assert state["exp_avg_sq"].item() == pytest.approx(expected[event][1], abs=1e-8)
@@ -335,15 +337,15 @@ def test_low_bits():
     torch.manual_seed(0)
     rule, states, weights = gpt.RULES["normuon"], [], []
     start = torch.randn(2, 8, 16).bfloat16()
-    args = gpt.UpdateArgs(*map(torch.tensor, (1e-3, 1e-4, 0.9, 1.0, 0.1, 0.1)), (0.9, 0.9), 1e-10,
-                          polynomial="polar_express", cautious=True)
+    args = (gpt.Hyper(*map(torch.tensor, (1e-3, 1e-4, 0.9, 1.0, 0.1, 0.1, 0.9, 0.9, 0.0, 0.0))),
+            gpt.UpdateOptions(1e-10, polynomial="polar_express", cautious=True))
     for weight in (start.clone(), start.float()):
         states.append(rule.init_state(weight, fp32_state=True))
         weights.append(weight)
     for _ in range(20):
         grad = torch.randn(2, 8, 16)
         for weight, state in zip(weights, states):
-            rule.update(weight, grad, state, args)
+            rule.update(weight, grad, state, *args)
     upper, lower = weights[0].view(torch.int16).int() << 16, states[0]["low_bits"].int() & 0xFFFF
     assert torch.equal((upper | lower).view(torch.float32), weights[1])
     shown = (weights[1].view(torch.int32) & -65536).view(torch.float32)

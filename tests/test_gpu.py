@@ -253,7 +253,7 @@ def test_a_validation_sequence_of_262144_tokens_is_the_sum_of_its_documents():
     for param in model.parameters():
         param.data.add_(torch.randn_like(param) * 0.1)
     model.to(CUDA)
-    model.run_segment, model.head.forward = compiled(model.run_segment), compiled(model.head.forward)
+    model.calls = gpt.make_calls(model, compiled)
     state = gpt.Schedule(cfg).at(0)
     tokens = torch.randint(257, (262_145,), device=CUDA)
 

@@ -203,10 +203,10 @@ def test_the_precision_rises_until_the_run_ends(shards, here, monkeypatch, capsy
 
     def note(trainer):
         dtypes = {trainer.ops.dtype, trainer.val_ops.dtype}
-        dtypes |= {bucket.args.dtype for bucket in trainer.optimizer.buckets}
+        dtypes |= {bucket.options.dtype for bucket in trainer.optimizer.buckets}
         used.append((sorted(trainer.fast & {*gpt.FP8_FORMS}), *map(str, dtypes)))
 
-    before_call(monkeypatch, gpt.Trainer, "train_step", lambda trainer, _, state: rates.append(
+    before_call(monkeypatch, gpt.Trainer, "train_step", lambda trainer, _, state, __: rates.append(
         (state.lr, trainer.schedule.at(trainer.progress.step).lr)))
     monkeypatch.setattr(gpt.Guard, "SNAPSHOT_EVERY", 3)
     monkeypatch.setattr(gpt.Guard, "TRIAL_STEPS", 1)

@@ -104,10 +104,12 @@ def test_a_group_with_a_late_period_has_the_betas_and_the_decay_of_its_length():
         num_updates, time = num_updates + is_due, time - is_due * power * np.log(0.9)
         assert bucket.group.count_updates(step + 1, 8) == num_updates
         if is_due:
-            lr, decay, _, _, *ours, _ = optimizer.compute_numbers(bucket, schedule.at(step))
+            hyper = optimizer.compute_hyper(bucket, schedule.at(step))
             betas = 0.8**power, 0.9**power
             expected = (1 - betas[0]**num_updates, 1 - betas[1]**num_updates, *betas, time)
-            assert ours == pytest.approx(expected, rel=1e-6) and (lr, decay) == pytest.approx((0.1, 0.3 * power))
+            ours = hyper.bias_correction1, hyper.bias_correction2, hyper.beta1, hyper.beta2, hyper.decay_time
+            assert ours == pytest.approx(expected, rel=1e-6)
+            assert (hyper.lr, hyper.weight_decay) == pytest.approx((0.1, 0.3 * power))
     assert steps == [1, 3, 5, 7, 11, 17]
 
 
@@ -197,9 +199,9 @@ def test_multipliers_of_a_bucket_that_has_only_an_mlp(shards):
         param = gpt.parameter(torch.ones(2, 32, 32), "matrix", lr_mul=mul)
         model = Ends()
         model.mlp = param
-        bucket = gpt.Bucket([("mlp", param)], cfg, model, gpt.Comm())
-        assert bucket.lr_mul.shape == shape and bucket.lr_mul[0] == (2.0 if shape == (2048,) else 1.0)
-        assert bucket.lr_mul.min() == 1.0
+        bucket = gpt.Bucket([("mlp", param)], cfg, model, gpt.Runtime())
+        lr_mul = bucket.options.lr_mul
+        assert lr_mul.shape == shape and lr_mul[0] == (2.0 if shape == (2048,) else 1.0) and lr_mul.min() == 1.0
 
 
 def exchange(rank: int, shared: list, barrier: threading.Barrier, sent, send_counts, receive_counts):
@@ -233,10 +235,10 @@ def test_a_table_reads_and_sums_like_a_dense_embedding(name, num_ranks):
         param = gpt.parameter(data, name.removesuffix("s.0"), is_table=True)
         comm = gpt.Comm(rank, num_ranks)
         comm.all_to_all = functools.partial(exchange, rank, shared, barrier)
-        table = gpt.Table([(name, param)], cfg, Ends(), comm)
+        table = gpt.Table([(name, param)], cfg, Ends(), gpt.Runtime(comm=comm))
         for rows, grad in zip(reads, grads):
             plan = gpt.plan_rows([x.numpy() for x in rows], rank, 38)
-            found = param.owner.start_reading(plan)()
+            found = table.start_reading(plan)()
             assert torch.equal(found, whole[rows[rank]])
             found.backward(grad[rank].double())
         table.wait_for_gradient()
@@ -259,7 +261,7 @@ def test_equal_rows_are_summed_in_their_order():
     """Of two pieces. Distinct rows in ascending order, each followed by its padding. The order matters: 1 + 1e16 - 1e16
     is 0 in float64."""
     cfg = smoke_config(ngram_rows=9, groups={"ngram": dict(rule="row_adam")})
-    table = gpt.Table([("ngram", gpt.parameter(torch.zeros(10, 2), "ngram", is_table=True))], cfg, Ends(), gpt.Comm())
+    table = gpt.Table([("ngram", gpt.parameter(torch.zeros(10, 2), "ngram", is_table=True))], cfg, Ends(), gpt.Runtime())
     rows, grad = torch.tensor([7, 2, 7, 0, 7, 2]), torch.tensor([1.0, 5, 1e16, 4, -1e16, 6]).double()
     grad = torch.stack((grad, 2 * grad), dim=1)
     table.pieces = [(rows[:2], grad[:2]), (rows[2:], grad[2:])]
@@ -295,7 +297,7 @@ def test_a_sparse_table_is_updated_like_all_of_its_rows(monkeypatch):
         optimizer.step(schedule.at(step))
         if table.group.is_due(step, optimizer.late_step):
             total = total.where(total.isfinite(), 0.0)
-            rule.update(dense, total, state, table.args)
+            rule.update(dense, total, state, table.hyper, table.options)
             total = torch.zeros(38, 6)
         assert torch.allclose(model.ngram[:38], dense, rtol=0, atol=1e-6)
         for key, expected in state.items():

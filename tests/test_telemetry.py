@@ -84,10 +84,11 @@ def test_the_numbers(shards):
         bucket.wait_for_gradient = wait_and_note
     log = gpt.RunLog(trainer.cfg, trainer.rt, {}, {}, trainer.progress)
     log.write_event = lambda _event, _step, **entries: lines.append(entries)
-    gpt.Telemetry(trainer, log)
+    monitor = gpt.Monitor(trainer, log)
     for _ in range(4):
         before = {bucket.name: bucket.shard.clone() for bucket in optimizer.buckets}
-        losses.append(step())
+        losses.append(step(monitor.start_step()))
+        monitor.end_step(losses[-1], trainer.schedule.at(trainer.progress.step - 1), must_wait=False)
     close()
     norm = lambda tensors: sum(t.double().square().sum().item() for t in tensors) ** 0.5
     assert lines[3]["groups"].keys() == {bucket.group_name for bucket in optimizer.buckets}

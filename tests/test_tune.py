@@ -110,7 +110,7 @@ def test_an_interruption_waits_for_no_worker(run_stubs):
     ("track_2", 1, [0, 2, 4, 6, 7, 9, 11, 13, 14, 16, 18])])  # ceil(21 i / 12)
 def test_a_turn_visits_all_stages(preset, num_steps, turn):
     cfg = tune.step.shorten(gpt.make_config({"preset": preset, "device": "cpu"}), tune.NUM_STEPS)
-    assert tune.list_turn(gpt.Schedule(cfg), cfg.adam_every, num_steps) == turn
+    assert tune.list_turn(gpt.Schedule(cfg), cfg.longest_period, num_steps) == turn
 
 
 def test_a_worker_measures_time_per_token(shards, monkeypatch, now):

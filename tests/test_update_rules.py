@@ -1,5 +1,6 @@
 """Update rules against references in float64. Every rule trains."""
 
+import functools
 import math
 
 import numpy as np
@@ -21,11 +22,13 @@ POLYNOMIALS = {**{name: maps for name, (maps, _, _) in ORTHOGONALIZATIONS.items(
 
 
 def make_args(lr=0.05, decay=0.0, step=1, betas=(0.9, 0.95), grad_scale=1.0, dtype=torch.float32, **changes):
-    """Arguments of an update with momentum 0.9. anvil mixes its fast and slow momentum."""
-    scalars = (0.9, grad_scale, 1 - betas[0] ** step, 1 - betas[1] ** step)
-    lr, decay, *scalars = (torch.tensor(value, dtype=dtype) for value in (lr, decay, *scalars))
-    changes = {"has_slow_momentum": torch.ones((), dtype=dtype), **changes}
-    return gpt.UpdateArgs(lr, decay, *scalars, betas, 1e-8)._replace(**changes)
+    """(Hyper, UpdateOptions) of an update with momentum 0.9. anvil mixes its fast and slow momentum."""
+    hyper = dict(
+        lr=lr, weight_decay=decay, momentum=0.9, grad_scale=grad_scale, bias_correction1=1 - betas[0] ** step,
+        bias_correction2=1 - betas[1] ** step, beta1=betas[0], beta2=betas[1], decay_time=0.0, has_slow_momentum=1.0)
+    hyper |= {name: changes.pop(name) for name in gpt.Hyper._fields if name in changes}
+    hyper = {name: torch.as_tensor(value, dtype=dtype) for name, value in hyper.items()}
+    return gpt.Hyper(**hyper), gpt.UpdateOptions(1e-8, **changes)
 
 
 def first_state(cfg):
@@ -85,7 +88,7 @@ def test_every_rule_against_float64(name, method, shape, by_row):
     state = rule.init_state(param, by_row=by_row)
     for step in range(3):
         args = make_args(0.05, 0.4, step + 1, grad_scale=2.0, polynomial=method)
-        rule.update(param, torch.tensor(grads[step]).float() / 2, state, args)
+        rule.update(param, torch.tensor(grads[step]).float() / 2, state, *args)
         for i, reference in enumerate(references):
             expected, remembered = reference[step]
             assert np.abs(param[i].numpy() - expected).max() < 2e-6  # float32 rounds weights of 3 by 1e-7
@@ -102,6 +105,8 @@ class Ends(nn.Module):
         super().__init__()
         self.embed, self.head = gpt.parameter(torch.zeros(3), "embed"), nn.Module()
         self.head.weight = gpt.parameter(torch.zeros(3), "head")
+        rules = {name: rule.update for name, rule in gpt.RULES.items()}
+        self.calls = gpt.Calls(None, None, None, rules, functools.partial(gpt.update_shard, rules))
 
 
 @pytest.mark.parametrize("method", BANDS)
@@ -119,7 +124,7 @@ MAPPED = {1e-4: 0.06425008, 1e-3: 0.58454118, 3e-3: 0.9950672, 0.01: 1.00026686,
 def test_the_six_maps_of_anvil():
     """The published values. The maps diverge just above 1 / 1.05."""
     for value, expected in MAPPED.items():
-        for a, b, c in gpt.POLYNOMIALS["six_maps"]:
+        for a, b, c in gpt.POLYNOMIALS["six_maps"].coefficients:
             value = a * value + b * value**3 + c * value**5
         assert value == pytest.approx(expected, abs=1e-8)
 
@@ -141,9 +146,9 @@ def test_anvil_at_the_published_values(shape):
     weight = 0.1 * torch.cos(i + 0.5 * j)[None]
     state, grads = rule.init_state(weight), (torch.sin(0.7 * i * j), torch.cos(0.3 * i + 0.9 * j))
     for grad, expected in zip(grads, steps):  # the weights of the momenta do not matter in the first step
-        args = make_args(0.023, 2.25 * 0.023, betas=(0.9, 0.9), dtype=torch.float64, polynomial="six_maps")
-        args = args._replace(dtype=torch.float64, cautious=True, momentum=torch.tensor(0.93).double())
-        rule.update(weight, grad[None], state, args)
+        hyper, options = make_args(0.023, 2.25 * 0.023, betas=(0.9, 0.9), dtype=torch.float64, momentum=0.93,
+                                   polynomial="six_maps", cautious=True)  # fmt: skip
+        rule.update(weight, grad[None], state, hyper, options._replace(dtype=torch.float64))
         assert [*weight[0, 0, :3].tolist(), weight.norm().item()] == pytest.approx(expected, abs=1e-6)
     assert state["second_momentum"].flatten().tolist() == pytest.approx(variance, abs=1e-6)
 
@@ -196,7 +201,7 @@ def test_the_first_two_updates_of_the_optimizer_are_adams(every):
                 grad = torch.randn_like(param) / 8
                 if param.spec.is_table:  # a gradient of each row
                     plan = gpt.plan_rows([np.arange(len(param))], 0, len(param))
-                    param.owner.start_reading(plan)().backward(grad)
+                    optimizer.bucket_of[name].start_reading(plan)().backward(grad)
                 else:
                     param.grad += grad
                 grads[name] += grad.double() * 49_152 / 2048
@@ -235,7 +240,7 @@ def test_row_adam_against_float64(cautious):
             weight[row] = weight[row] * (1 - decay) - 0.05 * update
         args = make_args(0.05, 0.4, grad_scale=2.0, betas=(0.0, beta2), cautious=cautious,
                          decay_time=torch.tensor(elapsed), bias_correction2=torch.tensor(1 - power))
-        rule.update(param, torch.tensor(grad).float(), state, args)
+        rule.update(param, torch.tensor(grad).float(), state, *args)
         assert np.abs(param.numpy() - weight).max() < 2e-6
         assert np.abs(state["exp_avg_sq"].ravel().numpy() - mean_square).max() < 2e-6
     assert (last[:4] > 0).all() and len(set(last)) > 2 and not state["last_update"][4].any()
@@ -247,10 +252,10 @@ def test_norms_stay_for_hundreds_of_steps(name):
     torch.manual_seed(0)
     rule, param = gpt.RULES[name], torch.randn(3, 8, 24) * torch.tensor([0.01, 1.0, 50.0]).view(3, 1, 1)
     start, state = param.clone(), rule.init_state(param)
-    rule.update(param, torch.zeros_like(param), state, make_args(0.1))
+    rule.update(param, torch.zeros_like(param), state, *make_args(0.1))
     assert torch.allclose(param, start, rtol=1e-6)  # rescaled, so rounded
     for step in range(1, 301):
-        rule.update(param, torch.randn_like(param), state, make_args(0.02, step=step))
+        rule.update(param, torch.randn_like(param), state, *make_args(0.02, step=step))
     assert ((norms(param) / norms(start)) - 1).abs().max() < 1e-6
     assert not torch.allclose(param, start, rtol=0.5)
     assert torch.allclose(state["radius"].flatten().double(), norms(start), rtol=1e-6)
@@ -288,7 +293,7 @@ def test_decay_in_its_forms(rule, at_rest):
     for is_cautious, decayed in ((False, param * 0.8), (True, cautious)):
         function = gpt.RULES[rule].function
         with_decay, without = (
-            function(param, update, gpt.RULES[rule].init_state(param), make_args(0.1, decay, cautious=is_cautious))
+            function(param, update, gpt.RULES[rule].init_state(param), *make_args(0.1, decay, cautious=is_cautious))
             for decay in (0.2, 0.0))  # an orthogonalized row, and Adam's first update, have the gradient's signs
         assert torch.allclose(with_decay - without, decayed - param)
 
@@ -297,7 +302,7 @@ def test_bfloat16_parameters_are_updated_in_float32():
     param, rule = torch.ones(64, dtype=torch.bfloat16), gpt.RULES["adamw"]
     state = rule.init_state(param)
     assert state["exp_avg"].dtype == torch.bfloat16
-    rule.update(param, torch.full((64,), 3.0), state, make_args(0.25))
+    rule.update(param, torch.full((64,), 3.0), state, *make_args(0.25))
     assert param.unique().tolist() == [0.75]  # Adam's first step is lr
     state = gpt.RULES["normuonh"].init_state(torch.ones(2, 4, 8, dtype=torch.bfloat16))
     assert {key for key, x in state.items() if x.dtype == torch.float32} == {"second_momentum", "radius"}

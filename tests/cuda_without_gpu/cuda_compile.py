@@ -398,7 +398,7 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> d
         state = trainer.schedule.at(at)
         stage = dataclasses.replace(state.stage, tokens_per_step=micros * micro_tokens * num_ranks)
         batches = FakeBatches(micro_tokens, cfg, num_ranks, num_classes=stage.num_classes, seq_len=stage.seq_len)
-        for _ in range(cfg.adam_every):
+        for _ in range(cfg.longest_period):
             trainer.train_step(batches, state._replace(stage=stage))
 
     def validate(at: int) -> None:
@@ -426,7 +426,7 @@ def drive(cfg: gpt.Config, observer: Observer, micros: int, num_ranks: int) -> d
               flush=True)
     spans = [(stage.duration, getattr(stage, f"window_{spec.attention}")) for stage in cfg.stages
              for spec in cfg.layers if spec.attention != "none"]
-    return dict(recompiled=again, micros=micros * cfg.adam_every, updates=cfg.adam_every,
+    return dict(recompiled=again, micros=micros * cfg.longest_period, updates=cfg.longest_period,
                 sequence=list(observer.sequence), ranks=num_ranks,
                 micros_per_step=accum, micro_tokens=micro_tokens, model_dim=cfg.model_dim,
                 mean_window=sum(duration * window for duration, window in spans)
