@@ -2168,27 +2168,40 @@ def plan_sequences(schedule, shards: Iterator[tuple[int, Shard]], anywhere: bool
     takes the next documents, cut to max_doc_len, until they have seq_len + 1 tokens. The rest of its last
     document is dropped. With anywhere, it begins with the last target of the previous sequence. The end of a
     shard is dropped, too, if it is shorter than a sequence."""
-    (index, shard), first = next(shards), 0
+    find_last = find_last_token if anywhere else find_last_document
+    index, shard = next(shards)
+    first = 0
     for stage, first_step, end_step in schedule.stage_ranges():
-        token_sums = shard.usable_tokens(stage.max_doc_len)  # running sum over documents
         for _ in range((end_step - first_step) * stage.tokens_per_step // stage.seq_len):
-            while (last := find_last(shard, token_sums, first, stage.seq_len, anywhere)) is None:
-                (index, shard), first = next(shards, (-1, None)), 0
+            last = find_last(shard, first, stage)
+            while last is None:
+                index, shard = next(shards, (-1, None))
                 if shard is None:
                     return
-                token_sums = shard.usable_tokens(stage.max_doc_len)
+                first = 0
+                last = find_last(shard, first, stage)
             yield PackedSequence(index, first, last, stage.seq_len, stage.max_doc_len)
             first = last if anywhere else last + 1
 
 
-def find_last(shard, token_sums: np.ndarray, first: int, seq_len: int, anywhere: bool):
-    """Last document, or with anywhere last token, of a sequence. None if too few tokens remain."""
-    if anywhere:
-        last, size = first + seq_len, len(shard.tokens)
-    else:
-        tokens_before = token_sums[first - 1] if first else 0
-        last, size = int(np.searchsorted(token_sums, tokens_before + seq_len + 1)), len(token_sums)
-    return last if last < size else None
+def find_last_document(shard, first: int, stage):
+    """The last document of a sequence that begins with document `first`. None if too few tokens remain."""
+    token_sums = sum_documents(shard, stage.max_doc_len)
+    tokens_before = token_sums[first - 1] if first else 0
+    last = int(np.searchsorted(token_sums, tokens_before + stage.seq_len + 1))
+    return last if last < len(token_sums) else None
+
+
+@functools.lru_cache(maxsize=1)  # the plan reads one shard after the other
+def sum_documents(shard, max_doc_len: int):
+    """Running sum over the documents of a shard of min(length, max_doc_len)."""
+    return np.minimum(np.diff(shard.bounds), max_doc_len).cumsum()
+
+
+def find_last_token(shard, first: int, stage):
+    """The last target of a sequence that begins with token `first`. None if too few tokens remain."""
+    last = first + stage.seq_len
+    return last if last < len(shard.tokens) else None
 
 
 def divide_step(cfg, world_size: int, stage):
@@ -2257,8 +2270,7 @@ class TrainData:
         """This rank's micro-batches of steps start..end-1. The ranks share the sequences of a step in order.
         The sweeps through the classes begin at step sweep_from (None: start)."""
         cfg = self.cfg
-        sweep_from = start if sweep_from is None else sweep_from
-        sweep = functools.cache(lambda slot: sweep_classes(self, slot, sweep_from))
+        sweeps = Sweeps(self, start if sweep_from is None else sweep_from)
         for step in range(start, end):
             stage = self.schedule.stages[self.schedule.find_stage(step)[0]]
             num_micro_batches, size = divide_step(cfg, comm.world_size, stage)
@@ -2269,33 +2281,46 @@ class TrainData:
                 tokens = [self.read_batch(range(first + slot, first + slot + size)) for slot in slots]
                 batch = make_batch(tokens[comm.rank], self.bos, cfg.max_attention_len)
                 if stage.num_classes:
-                    classes = []
-                    for slot in range(slots[comm.rank], slots[comm.rank] + size):
-                        classes.append(next(chosen for number, chosen in sweep(slot) if number == step))
-                    batch = batch._replace(classes=torch.from_numpy(np.stack(classes)))
+                    own = range(slots[comm.rank], slots[comm.rank] + size)
+                    classes = np.stack([sweeps.choose_classes(step, slot) for slot in own])
+                    batch = batch._replace(classes=torch.from_numpy(classes))
                 yield add_plans(batch, tokens, comm.rank, cfg)
 
 
-def sweep_classes(data, slot: int, first_step: int):
-    """Yield (step, classes (C,) of sequence `slot` of the step) from first_step on, if the step has classes.
-    Classes of the sampled softmax are all targets, and other classes that fill up to num_classes. A sweep is
-    a cyclic order of all classes, also of the vocabulary's padding, with SWEEP_STEP between neighbors. Slot
-    i is the i-th sequence of every step, and has its own sweep. So sweeps are equal for any number of ranks.
-    They depend on all earlier targets, which a rank reads when it first needs the slot. Record 92."""
-    schedule, vocab_size = data.schedule, data.cfg.padded_vocab_size
-    num_slots = max(stage.tokens_per_step // stage.seq_len for stage in schedule.stages)
-    offset = vocab_size * slot // num_slots
-    for step in range(first_step, schedule.num_iterations):
-        stage = schedule.stages[schedule.find_stage(step)[0]]
-        if stage.num_classes and slot < stage.tokens_per_step // stage.seq_len:
-            targets = data.read_tokens(data.count_sequences(step) + slot)[1:]
-            classes, offset = choose_classes(targets, stage.num_classes, vocab_size, offset)
-            yield step, classes
+class Sweeps:
+    """Classes of the sampled softmax: all targets of a sequence, and the next negatives of a sweep. A sweep
+    is a cyclic order of all classes, also of the vocabulary's padding: 0, SWEEP_STEP, 2 * SWEEP_STEP, ...,
+    modulo V. Slot i is the i-th sequence of every step. Each slot has its own sweep, and goes on where its
+    last step has ended. So the classes are equal for any number of ranks. Record 92."""
+
+    def __init__(self, data, first_step: int):
+        """first_step: step in which all sweeps begin."""
+        self.data = data
+        self.first_step = first_step
+        self.positions: dict[int, tuple[int, int]] = {}  # by slot: its next step, and the sweep's offset
+
+    def choose_classes(self, step: int, slot: int):
+        """Classes (C,) of the sequence of a step in a slot, sorted. Steps of a slot must ascend. A slot
+        that a rank has not read before repeats all steps since first_step, because offsets depend on the
+        targets."""
+        data, schedule = self.data, self.data.schedule
+        vocab_size = data.cfg.padded_vocab_size
+        num_slots = max(stage.tokens_per_step // stage.seq_len for stage in schedule.stages)
+        start = (self.first_step, vocab_size * slot // num_slots)
+        next_step, offset = self.positions.get(slot, start)
+        for earlier in range(next_step, step + 1):
+            stage = schedule.stages[schedule.find_stage(earlier)[0]]
+            if stage.num_classes and slot < stage.tokens_per_step // stage.seq_len:
+                targets = data.read_tokens(data.count_sequences(earlier) + slot)[1:]
+                classes, offset = choose_classes(targets, stage.num_classes, vocab_size, offset)
+        self.positions[slot] = (step + 1, offset)
+        return classes
 
 
 def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int):
-    """Classes of one sequence, sorted, from a sweep that starts at offset. Draws more than it needs. If too
-    few of them are negatives, takes evenly spaced negatives. Returns (classes (C,), new offset)."""
+    """Classes of one sequence, sorted: its targets, and negatives from a sweep that starts at offset. It
+    draws 1.7 times the missing number plus 256, as published, because some of them are targets. If it still
+    draws too few, the negatives are evenly spaced. Returns (classes (C,), new offset)."""
     is_chosen = np.zeros(vocab_size, dtype=bool)
     is_chosen[targets] = True
     num_missing = num_classes - np.count_nonzero(is_chosen)
@@ -2368,12 +2393,15 @@ class ValData:
 
 def read_vocabulary(cfg):
     """Read the map from each token's bytes to its id, without <|endoftext|>."""
-    # In GPT-2's file a printable byte is its own character. Other bytes have code points from 256 on
-    printable, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, itertools.count(256)
-    decode = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    # In GPT-2's file a printable byte is its own character. The others are the characters from 256 on
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    byte_of = {chr(byte): byte for byte in printable}
+    others = sorted({*range(256)} - printable)
+    for code, byte in enumerate(others, 256):
+        byte_of[chr(code)] = byte
     try:
         ids = json.loads(Path(cfg.vocab_file).read_text())
-        return {bytes(decode[char] for char in text): index for text, index in ids.items()
+        return {bytes(byte_of[char] for char in text): index for text, index in ids.items()
                 if text != "<|endoftext|>" and index < cfg.vocab_size}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunError(f"--vocab_file={cfg.vocab_file} is no map from tokens to ids ({error!r}): python "
@@ -4254,16 +4282,12 @@ SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
 SHARD_REMEDY = "fetch or build it again, or change the options (data/README.md)"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shard:
     tokens: np.ndarray  # uint16, mapped from the file. No np.memmap, because its slices are slow
     bounds: np.ndarray  # index of the first token of each document, and the number of tokens
     bos: int
     sha256: str
-
-    def usable_tokens(self, max_doc_len: int):
-        """Running sum over the documents of min(length, max_doc_len)."""
-        return np.minimum(np.diff(self.bounds), max_doc_len).cumsum()
 
 
 @file_errors()
@@ -4284,12 +4308,16 @@ def open_shard(path: str, vocab_size: int):
     """Map and check a .bin shard. RunError names the file and the problem."""
     num_tokens, shard_vocab, bos = read_shard_header(path)
     tokens = np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=num_tokens)
-    bounds, problem = np.append(np.flatnonzero(tokens == bos), num_tokens), ""
-    sha256, listing = hashlib.sha256(tokens).hexdigest(), Path(path).with_name("corpus.json")
+    bounds = np.append(np.flatnonzero(tokens == bos), num_tokens)
+    sha256 = hashlib.sha256(tokens).hexdigest()
+    listing = Path(path).with_name("corpus.json")
+    listed = {}
     try:
-        listed = json.loads(listing.read_text()).get("sha256", {}) if listing.exists() else {}
+        if listing.exists():
+            listed = json.loads(listing.read_text()).get("sha256", {})
     except ValueError as error:
         raise RunError(f"{listing} is damaged ({error}): {SHARD_REMEDY}", 2) from None
+    problem = ""
     if shard_vocab != vocab_size:
         problem = f"is for --vocab_size={shard_vocab}, but this run has --vocab_size={vocab_size}"
     elif tokens.max() >= vocab_size:
@@ -4322,10 +4350,12 @@ def find_shards(pattern: str, field: str):
 
 def scan_shards(cfg, shards: list[Shard]):
     """Yield (index, shard) of the training shards, once per epoch. New ones are appended to shards."""
-    for index, path in list(enumerate(find_shards(cfg.train_files, "train_files"))) * cfg.epochs:
-        if index == len(shards):
-            shards.append(open_shard(path, cfg.vocab_size))
-        yield index, shards[index]
+    paths = find_shards(cfg.train_files, "train_files")
+    for _ in range(cfg.epochs):
+        for index, path in enumerate(paths):
+            if index == len(shards):  # opened when the first epoch needs it
+                shards.append(open_shard(path, cfg.vocab_size))
+            yield index, shards[index]
 
 
 def fit_steps(cfg):

@@ -215,7 +215,7 @@ def test_a_second_epoch_repeats_the_sequences(shards, start, steps):
     cfg = smoke_config(shards, epochs=2, **changes)
     data = gpt.TrainData(cfg, gpt.Schedule(cfg))
     first = next(i for i in range(1, len(data.sequences)) if data.sequences[i] == data.sequences[0])
-    tokens = sum(shard.usable_tokens(256 if start == "document" else 1 << 20)[-1] for shard in data.shards)
+    tokens = sum(gpt.sum_documents(shard, 256 if start == "document" else 1 << 20)[-1] for shard in data.shards)
     # the rest of each sequence's last document is dropped, here a quarter
     assert 0.7 * tokens // 512 < first <= tokens // 512
     assert data.sequences[first:] == data.sequences[: len(data.sequences) - first]
@@ -446,11 +446,11 @@ def test_sweeps_of_a_step_begin_at_equal_distances(shards, monkeypatch):
     data, offsets, real = gpt.TrainData(cfg, gpt.Schedule(cfg)), [], gpt.choose_classes
     monkeypatch.setattr(gpt, "choose_classes", lambda *args: offsets.append(args[-1]) or real(*args))
     for slot in range(4):
-        sweep, offset = gpt.sweep_classes(data, slot, 0), 1024 * slot
+        sweeps, offset = gpt.Sweeps(data, 0), 1024 * slot
         for step in range(12):
             num_missing = 300 - len(set(data.read_tokens(4 * step + slot)[1:].tolist()))
-            number, classes = next(sweep)
-            assert number == step and len(classes) == 300 and offsets.pop() == offset
+            classes = sweeps.choose_classes(step, slot)
+            assert len(classes) == 300 and offsets.pop() == offset
             offset = (offset + int(1.7 * num_missing) + 256) % 4096
 
 
