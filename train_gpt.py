@@ -632,21 +632,23 @@ HASH_FACTORS = 17351, 60961, 45259, 50131, 23677, 41333
 
 
 def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
-    """Rows of the n-grams of 2 to `order` tokens that end at each token: order - 1 times (T,). Lengths have
-    equal parts of the table. N-grams that begin before their sequence get the last row of a part. In record
-    92 pairs are hashed as if a sequence began with size - 1. tokens: int32, an array or a tensor."""
+    """Rows of the n-grams of 2 to `order` tokens that end at each token: order - 1 times (T,). Each length
+    has its own part of the table, of equal size. N-grams that begin before their sequence get the last row
+    of a part. tokens: int32, an array or a tensor."""
     size = num_rows // (order - 1)
     pair_tokens = 1 * tokens  # a copy of an array or a tensor
-    pair_tokens[is_sequence_start] = size - 1
-    kinds = [(pair_tokens, (36313, 27191))]
+    pair_tokens[is_sequence_start] = size - 1  # as published, only pairs see this first token
+    rows = [hash_tokens(pair_tokens, is_sequence_start, size - 1, size - 1, (36313, 27191))]
     for length in range(3, order + 1):
-        kinds.append((tokens, HASH_FACTORS[:length]))
-    return [hash_tokens(x, is_sequence_start, size - 1, size - 1, factors) + size * kind
-            for kind, (x, factors) in enumerate(kinds)]
+        part = length - 2
+        hashed = hash_tokens(tokens, is_sequence_start, size - 1, size - 1, HASH_FACTORS[:length])
+        rows.append(hashed + size * part)
+    return rows
 
 
 def hash_signs(tokens, is_sequence_start, order: int):
-    """Rows of signs, n times (T,), of n-grams, from up to three tokens. Cut ones get row 0."""
+    """Rows of the table of signs, order - 1 times (T,): by the last two tokens for pairs, by the last three
+    for all longer n-grams. N-grams that begin before their sequence get row 0."""
     pairs = hash_tokens(tokens, is_sequence_start, NUM_SIGN_ROWS, 0, (48271, 30011))
     if order == 2:
         return [pairs]
@@ -2671,75 +2673,110 @@ def train(cfg, rt, argv: list[str]):
 # A fast form is a faster implementation of operations of part one. It is off if one of these operations was
 # edited. At startup FormCheck computes the loss and all gradients of this model, with random parameters, by
 # fast and by plain forms. A form with other results is off. A line says so. To add a fast form, add a row to
-# FORMS and to make_operations(), its condition to choose_fast_forms(), and its functions to DIGESTS. The
-# compiler is compared at the end of the warm-up, see check_compiler().
+# FORMS and a line to make_operations(), its condition to list_fast_forms(), and its functions to DIGESTS.
+# The compiler is compared at the end of the warm-up, see check_compiler().
 
-QKV = ("make_qkv", "rotate", "rms_norm", "linear")
-ATTENTION = ("attention", "make_mask", "is_visible")
-LOSS = ("head_loss", "Softcap", "linear")
-# name: functions of part one that it computes in another way
-FORMS = dict(rms_norm=("rms_norm",), qkv_kernel=QKV, flex_attention=ATTENTION, block_attention=ATTENTION,
-             head_loss=LOSS, cross_entropy=LOSS, relu2_mlp=("relu2_mlp",), step_graphs=())
-FP8_FORMS = dict(fp8_head=LOSS, fp8_mlp=("relu2_mlp",), fp8_qkv=QKV)  # --fp8_parts names them
+FORMS = {  # name: functions of part one that it computes in another way
+    "rms_norm": ("rms_norm",),
+    "qkv_kernel": ("make_qkv", "rotate", "rms_norm", "linear"),
+    "flex_attention": ("attention", "make_mask", "is_visible"),
+    "block_attention": ("attention", "make_mask", "is_visible"),
+    "head_loss": ("head_loss", "Softcap", "linear"),
+    "cross_entropy": ("head_loss", "Softcap", "linear"),
+    "relu2_mlp": ("relu2_mlp",),
+    "step_graphs": (),
+    "fp8_head": ("head_loss", "Softcap", "linear"),
+    "fp8_mlp": ("relu2_mlp",),
+    "fp8_qkv": ("make_qkv", "rotate", "rms_norm", "linear"),
+}
+FP8_FORMS = ("fp8_head", "fp8_mlp", "fp8_qkv")  # --fp8 and --fp8_parts choose them
 DIGESTS = dict(  # of the code that the fast forms compute, see compute_digests()
     linear="14b495f7", rms_norm="45595a91", relu2_mlp="852450c1", rotate="033821d4", make_qkv="6b81ec76",
     is_visible="a0344112", make_mask="71a613e4", attention="c5808774", Softcap="ebe96bc1",
     head_loss="9afe4062")
 ZERO_GRADIENT = 1e-4  # of the largest gradient norm: smaller gradients are compared as if they had this norm
 VAL_FORMS = frozenset({"rms_norm", "qkv_kernel", "flex_attention", "block_attention"})
+FLEX_CAPABILITY = (7, 0)  # least CUDA capability of FlexAttention, and of torch.compile on GPUs
 PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part one
 
 
 def make_operations(cfg, names: Iterable[str], dtype):
-    """Operations with the named fast forms. Later rows replace earlier ones."""
-    names, scales, replaced = set(names), None, {}
-    if "fp8_head" in names:
-        scales = head_fp8_scales(cfg)
-    head = dict(head_loss=functools.partial(FusedHeadLoss.apply, "cross_entropy" in names, scales))
-    mlp = dict(relu2_mlp=functools.partial(
-        fused_relu2_mlp, use_kernel="relu2_mlp" in names, use_fp8="fp8_mlp" in names))
-    qkv = dict(make_qkv=functools.partial(fused_qkv, fp8_dtype=E4M3 if "fp8_qkv" in names else None))
-    rows = dict(
-        rms_norm=dict(rms_norm=RMSNorm.apply), qkv_kernel=qkv, fp8_qkv=qkv, head_loss=head,
-        cross_entropy=head, fp8_head=head, relu2_mlp=mlp, fp8_mlp=mlp,
-        flex_attention=dict(make_mask=build_block_mask, attention=attend_flex),
-        block_attention=dict(make_mask=functools.partial(build_dense_mask, dtype=dtype),
-                             attention=BlockAttention.apply))
-    for name, functions in rows.items():
-        if name in names:
-            replaced |= functions
-    return Operations(dtype, **replaced)
+    """Operations with the named fast forms."""
+    names = {*names}
+    ops = Operations(dtype)
+    if "rms_norm" in names:
+        ops = ops._replace(rms_norm=RMSNorm.apply)
+    if names & {"qkv_kernel", "fp8_qkv"}:
+        fp8_dtype = E4M3 if "fp8_qkv" in names else None
+        ops = ops._replace(make_qkv=functools.partial(fused_qkv, fp8_dtype=fp8_dtype))
+    if "block_attention" in names:
+        make_mask = functools.partial(build_dense_mask, dtype=dtype)
+        ops = ops._replace(make_mask=make_mask, attention=BlockAttention.apply)
+    elif "flex_attention" in names:
+        ops = ops._replace(make_mask=build_block_mask, attention=attend_flex)
+    if names & {"relu2_mlp", "fp8_mlp"}:
+        ops = ops._replace(relu2_mlp=functools.partial(
+            fused_relu2_mlp, use_kernel="relu2_mlp" in names, use_fp8="fp8_mlp" in names))
+    if names & {"head_loss", "cross_entropy", "fp8_head"}:
+        use_kernel = "cross_entropy" in names
+        scales = head_fp8_scales(cfg) if "fp8_head" in names else None
+        ops = ops._replace(head_loss=functools.partial(FusedHeadLoss.apply, use_kernel, scales))
+    return ops
+
+
+def get_capability(device):
+    """CUDA capability of a device that compiles Triton kernels, else (0, 0)."""
+    if device.type != "cuda" or triton is None:
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
+
+
+def list_fast_forms(cfg, rt):
+    """Names of the fast forms that --fast and --fp8 ask for. auto: those that suit this device and
+    recipe."""
+    capability = get_capability(rt.device)
+    has_kernels = capability >= (8, 0)  # their tiles need registers
+    has_flex = capability >= FLEX_CAPABILITY
+    has_loss_kernel = has_kernels and 0 < cfg.softcap[0] <= 80  # its sums need the softcap
+    has_tiles = cfg.model_dim % 128 == cfg.mlp_hidden % 128 == 0
+    suits = dict(
+        rms_norm=True, qkv_kernel=has_kernels, flex_attention=has_flex, block_attention=not has_flex,
+        head_loss=not has_loss_kernel, cross_entropy=has_loss_kernel,
+        relu2_mlp=has_kernels and has_tiles and capability == (9, 0),  # measured on Hopper only
+        step_graphs=has_flex)  # block_attention reads a number from the GPU
+    if cfg.fast == ("auto",):
+        names = [name for name in suits if suits[name]]
+    else:
+        names = [name for name in suits if name in cfg.fast]
+    has_fp8 = capability >= (8, 9) and rt.dtype == torch.bfloat16  # no CPU multiplies FP8 faster
+    if cfg.fp8 == "on" or cfg.fp8 == "auto" and has_fp8:
+        names += [name for name in FP8_FORMS if name.removeprefix("fp8_") in cfg.fp8_parts]
+    return names
 
 
 def choose_fast_forms(cfg, rt):
     """Choose fast forms for rt, and check them. Returns (their names, lines for the log)."""
-    has_triton = rt.device.type == "cuda" and triton is not None
-    capability = torch.cuda.get_device_capability(rt.device) if has_triton else (0, 0)
-    has_kernels, has_flex = capability >= (8, 0), capability >= (7, 0)  # tiles need registers
-    has_loss_kernel = has_kernels and 0 < cfg.softcap[0] <= 80  # its sums need the softcap
-    has_tiles = cfg.model_dim % 128 == cfg.mlp_hidden % 128 == 0
-    auto = dict(rms_norm=True, qkv_kernel=has_kernels, flex_attention=has_flex, block_attention=not has_flex,
-                head_loss=not has_loss_kernel, cross_entropy=has_loss_kernel,
-                relu2_mlp=has_kernels and has_tiles and capability == (9, 0),  # measured on Hopper only
-                step_graphs=has_flex)  # block_attention reads a number from the GPU
-    names = [name for name in FORMS if (auto[name] if cfg.fast == ("auto",) else name in cfg.fast)]
-    has_fp8 = capability >= (8, 9) and rt.dtype == torch.bfloat16  # no CPU multiplies FP8 faster
-    use_fp8 = cfg.fp8 == "on" or cfg.fp8 == "auto" and has_fp8
-    names += [name for name in FP8_FORMS if use_fp8 and name[4:] in cfg.fp8_parts]
-
+    names = list_fast_forms(cfg, rt)
     check = FormCheck(cfg, rt.device)
     lines = check.lines
+
+    # Forms of edited functions are off
     for function, digest in compute_digests().items():
-        off = [name for name in names if function in (FORMS | FP8_FORMS)[name]]
+        off = [name for name in names if function in FORMS[name]]
         if off and digest != DIGESTS[function]:
             names = [name for name in names if name not in off]
             lines.append(f"{function} was edited: without fast forms {', '.join(off)}")
-    fp8 = [name for name in names if name in FP8_FORMS]
-    names = check.keep_equal([name for name in names if name in FORMS], torch.float32, 0.01)
-    if fp8 or rt.dtype != torch.float32:  # also whether they work in this dtype
-        names = check.keep_equal([*names, *fp8], rt.dtype, 0.4)
+
+    # Forms with other results are off: first exactly, in float32, then in this run's dtype and with FP8
+    fp8_names = [name for name in names if name in FP8_FORMS]
+    names = check.keep_equal([name for name in names if name not in FP8_FORMS], torch.float32, 0.01)
+    if fp8_names or rt.dtype != torch.float32:
+        names = check.keep_equal([*names, *fp8_names], rt.dtype, 0.4)
+
+    # The plain attention needs too much memory for long sequences
     longest = max(cfg.val_seq_len, cfg.micro_batch_tokens)
     if longest > PLAIN_ATTENTION_TOKENS and not {"flex_attention", "block_attention"} & {*names}:
+        has_flex = get_capability(rt.device) >= FLEX_CAPABILITY
         names.append("flex_attention" if has_flex else "block_attention")
         lines.append(f"attention() needs masks of {longest} x {longest} tokens: {names[-1]} replaces it")
     if "step_graphs" in names:
@@ -2824,14 +2861,15 @@ class FormCheck:
                 error = float((results[name] - plain).norm())
                 if limit > 0.1 and plain.dim() == 1 and math.isfinite(error):
                     continue
-                if not error <= limit * max(plain.norm(), ZERO_GRADIENT * largest):
+                if not error <= limit * max(plain.norm(), ZERO_GRADIENT * largest):  # also of NaN
                     return f"{name} differs from its plain form by {error / plain.norm():.3g}"
         except Exception as failure:  # a compiler error must not stop training
             return f"it fails on this {self.plain['loss'].device.type} device: {str(failure).strip()[:120]}"
         return ""
 
     def find_graph_error(self, names: list[str], dtype):
-        """Why step_graphs cannot be used with these forms, or "". All bits of a second replay are equal."""
+        """Why step_graphs cannot be used with these forms, or "". The second replay, with other inputs, must
+        have the bits of a run without graphs."""
         expected = [self.run(names, dtype, case) for case in range(2)]
         self.model.calls, _ = make_graphs(self.model)
         errors = [self.find_error(names, dtype, 0.0, case, expected[case]) for case in range(2)]
@@ -3945,7 +3983,7 @@ class Runtime:
     comm: Comm = dataclasses.field(default_factory=lambda: Comm())
     dtype: torch.dtype = torch.float32  # of activations and of the orthogonalization
     use_compile: bool = False
-    fast: frozenset[str] = frozenset()  # names in FORMS and FP8_FORMS that replace code of part one
+    fast: frozenset[str] = frozenset()  # names in FORMS that replace code of part one
     peak_flops: float = 0.0  # measured FLOP/s of a large matmul. MFU is relative to this rate
     notes: tuple[str, ...] = ()  # lines about the choices, printed once
     started: float = dataclasses.field(default_factory=lambda: time.perf_counter())
@@ -4019,14 +4057,14 @@ def choose_precision(cfg, rt):
     """Choose dtype, compiler and fast forms by short trials. All ranks use rank 0's choices."""
     print_phase("check of the fast forms", rt)
     dtype, peak_flops, dtype_line = choose_dtype(cfg, rt.device)
-    use_compile = cfg.compile == "on" or (
-        cfg.compile == "auto" and rt.device.type == "cuda" and triton is not None
-        and torch.cuda.get_device_capability(rt.device) >= (7, 0))
+    has_compiler = get_capability(rt.device) >= FLEX_CAPABILITY
+    use_compile = cfg.compile == "on" or cfg.compile == "auto" and has_compiler
     rt = dataclasses.replace(rt, dtype=dtype, use_compile=use_compile)
-    fast, (fast_line, *lines) = choose_fast_forms(cfg, rt)
-    return dataclasses.replace(rt, **rt.comm.broadcast_object(dict(
-        dtype=dtype, use_compile=use_compile, fast=fast, peak_flops=peak_flops,
-        notes=(f"{dtype_line}, torch.compile {'on' if use_compile else 'off'}, {fast_line}", *lines))))
+    fast, lines = choose_fast_forms(cfg, rt)
+    lines[0] = f"{dtype_line}, torch.compile {'on' if use_compile else 'off'}, {lines[0]}"
+    choices = dict(dtype=dtype, use_compile=use_compile, fast=fast, peak_flops=peak_flops,
+                   notes=tuple(lines))
+    return dataclasses.replace(rt, **rt.comm.broadcast_object(choices))
 
 
 def describe_choices(rt):
@@ -4638,7 +4676,7 @@ def find_problems(cfg):
     for name in (cfg.track, cfg.record or "none"):
         yield not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name), (
             f"--record or --track={name[:100]}: at most 100 lower-case letters, digits, '_', '-' and '.'")
-    forms = ["auto", "off", *FORMS]
+    forms = ["auto", "off", *(name for name in FORMS if name not in FP8_FORMS)]
     yield not set(cfg.fast) <= set(forms), f"--fast={','.join(cfg.fast)}: choose among {', '.join(forms)}"
     for stage in cfg.full_stages:
         yield (min(stage.window_long, stage.window_short, stage.lr_factor) < 0 or stage.duration <= 0,

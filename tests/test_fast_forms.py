@@ -177,7 +177,7 @@ def test_a_right_fp8_form_stays_on_and_a_wrong_one_is_off(config, fault, load_co
 def test_digests_are_of_the_code():
     """If you have changed a plain form and its fast forms alike, copy its new digest to DIGESTS."""
     assert gpt.compute_digests() == gpt.DIGESTS
-    names = {function for functions in (gpt.FORMS | gpt.FP8_FORMS).values() for function in functions}
+    names = {function for functions in gpt.FORMS.values() for function in functions}
     assert names == gpt.DIGESTS.keys()
 
 
@@ -202,7 +202,7 @@ def test_an_edited_plain_form_switches_its_fast_forms_off(edit, load_copy):
     copy, (function, off) = load_copy(*edit), EDITS[edit]
     names = CPU_FORMS | {"relu2_mlp", "fp8_head", *off.split(", ")}
     parts = ",".join(name[4:] for name in names & {*gpt.FP8_FORMS})
-    cfg = smoke_config(fast=",".join(names & {*gpt.FORMS}), fp8="on", fp8_parts=parts, **CONFIGS["mlp"])
+    cfg = smoke_config(fast=",".join(names & {*gpt.FORMS} - {*gpt.FP8_FORMS}), fp8="on", fp8_parts=parts, **CONFIGS["mlp"])
     chosen, lines = copy.choose_fast_forms(cfg, copy.Runtime())
     assert chosen == names - {*off.split(", ")}
     assert lines[1:] == [f"{function} was edited: without fast forms {off}"]
@@ -304,7 +304,7 @@ def test_which_forms_auto_takes(capability, runtime, changes, expected, monkeypa
     use_results(monkeypatch, capability, note)
     rt = gpt.Runtime(GPU if capability else CPU, **runtime)
     chosen, (line,) = gpt.choose_fast_forms(smoke_config(**changes), rt)
-    names = [name for name in (*gpt.FORMS, *gpt.FP8_FORMS) if name in chosen]
+    names = [name for name in gpt.FORMS if name in chosen]
     assert chosen == expected and line == f"fast forms: {', '.join(names)}"
     assert checked[0] == (expected - {*gpt.FP8_FORMS}, torch.float32)
     assert checked[1:] == ([(expected, rt.dtype)] if rt.dtype == torch.bfloat16 else [])
@@ -323,7 +323,7 @@ FIELDS = dict(flex_attention={"make_mask", "attention"}, block_attention={"make_
               cross_entropy={"head_loss"}, qkv_kernel={"make_qkv"}, step_graphs=set())  # fmt: skip
 
 
-@pytest.mark.parametrize("name", gpt.FORMS)
+@pytest.mark.parametrize("name", [name for name in gpt.FORMS if name not in gpt.FP8_FORMS])
 def test_a_named_form_replaces_its_operations_alone(name):
     """FP8 uses the kernels that are chosen."""
     make = lambda *names: gpt.make_operations(smoke_config(), names, torch.float32)

@@ -76,7 +76,7 @@ def frontier_check():
     return gpt.FormCheck(gpt.make_config({"preset": "frontier"}), CUDA)
 
 
-@pytest.mark.parametrize("name", [*gpt.FORMS, *gpt.FP8_FORMS])
+@pytest.mark.parametrize("name", list(gpt.FORMS))
 def test_every_fast_form_agrees_with_its_plain_form(name, frontier_check):
     """In the model of the newest recipe, forward and backward, with TF32 matmuls as in a run."""
     is_fp8, capability = name in gpt.FP8_FORMS, torch.cuda.get_device_capability()
@@ -113,7 +113,7 @@ def test_a_run_with_step_graphs_has_the_bits_of_a_run_without(shards, tmp_path, 
 
 def test_step_graphs_of_the_newest_recipe():
     cfg = gpt.make_config({"preset": "frontier"})
-    names = [name for name in gpt.FORMS if name != "block_attention"]
+    names = [name for name in gpt.FORMS if name != "block_attention" and name not in gpt.FP8_FORMS]
     names += gpt.FP8_FORMS if torch.cuda.get_device_capability() >= (8, 9) else ()
     assert gpt.FormCheck(cfg, CUDA).find_graph_error(names, choose_dtype()) == ""
 
