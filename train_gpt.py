@@ -3265,7 +3265,10 @@ def transpose(x: Scaled, use_kernel: bool = False):
 class DelayedScales:
     """FP8 scales of MLPs, from the amax of the previous step. So a kernel can quantize its own result."""
 
-    FACTORS, FLOORS = (1.03 / 448, 1.25 / 57344), (1e-6, 1e-12)  # with headroom for growth between steps
+    # Of hidden activations (e4m3), and of gradients (e5m2). scale = amax * factor, with headroom for growth
+    # between steps, and at least floor
+    FACTORS = (1.03 / 448, 1.25 / 57344)
+    FLOORS = (1e-6, 1e-12)
 
     def __init__(self, model, comm):
         self.comm, self.amax, device = comm, None, model.embed.device
@@ -3352,18 +3355,16 @@ def launch_qkv(packed, tables, num_rotating: int, heads, q, k, v=None, grad=None
     num_tokens, width = packed.shape
     H, K, _, P, key_offset, has_norm = heads
     cos, sin, softmax_scale, is_start = tables
-    is_backward = grad is not None
     num_slots = 2 * H
-    if is_backward:
+    if grad is not None:
         num_slots = triton.cdiv(width, K)
     fp8_scale = 0.0
     if grad_t is not None:
         fp8_scale = 448 / QKV_LIMIT
     block = max(16, min(64, 8192 // K))  # a tile fits into the registers
-    v, grad, grad_t = (packed if x is None else x for x in (v, grad, grad_t))
     qkv_kernel[triton.cdiv(num_tokens, block), num_slots](
         packed, cos, sin, softmax_scale, is_start, q, k, v, grad, grad_t, num_tokens, width, H=H, K=K, P=P,
-        N=num_rotating, IS_BACKWARD=is_backward, FP8_SCALE=fp8_scale, EPS=RMS_EPS, HAS_NORM=has_norm,
+        N=num_rotating, IS_BACKWARD=grad is not None, FP8_SCALE=fp8_scale, EPS=RMS_EPS, HAS_NORM=has_norm,
         HAS_OFFSET=key_offset, BLOCK=block, num_warps=8)
 
 
@@ -3443,7 +3444,9 @@ class FusedMLP(torch.autograd.Function):
         dtype = None
         if hidden_scale is not None:
             dtype = E4M3
-        scaled_x = quantize(x.contiguous(), dtype, 2.0 ** math.ceil(math.log2(x.size(1) ** 0.5 / 448)))
+        # Normalized rows have no entry above sqrt(D). The scale is the next power of two
+        x_scale = 2.0 ** math.ceil(math.log2(x.size(1) ** 0.5 / 448))
+        scaled_x = quantize(x.contiguous(), dtype, x_scale)
         up = quantize(up, dtype)
         down = quantize(down, dtype)
         multiply = relu2_matmul
@@ -3451,24 +3454,25 @@ class FusedMLP(torch.autograd.Function):
             multiply = launch_relu2_matmul
         hidden, hidden_t, hidden_amax = multiply(scaled_x, up, hidden_scale, x.dtype)  # (T, F), (F, T), ()
         ctx.multiply = multiply
-        ctx.save_for_backward(*scaled_x, *up, *down, *hidden, hidden_t.values, hidden_amax, pre_grad_scale)
         ctx.use_kernel = use_kernel
+        ctx.save_for_backward(*scaled_x, *up, *down, *hidden, hidden_t.values, hidden_amax, pre_grad_scale)
         return matmul(hidden, down, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad):
         """grad (T, D) -> gradients of x (T, D), up and down (D, F), and two amax ()."""
-        *pairs, hidden_t, hidden_amax, pre_grad_scale = ctx.saved_tensors
-        x, up, down, hidden = [Scaled(*pair) for pair in zip(pairs[::2], pairs[1::2])]
+        (x, x_scale, up, up_scale, down, down_scale, hidden, hidden_scale, hidden_t, hidden_amax,
+         pre_grad_scale) = ctx.saved_tensors
         dtype = None
-        if hidden.scale is not None:
+        if hidden_scale is not None:
             dtype = E5M2
         scaled_grad = quantize(grad.contiguous(), dtype, 2.0**-3)
-        pre, pre_t, pre_amax = ctx.multiply(scaled_grad, down, pre_grad_scale, grad.dtype, hidden)
-        grad_x = matmul(pre, up, grad.dtype)
-        grad_up = matmul(transpose(x, ctx.use_kernel), pre_t, grad.dtype)
+        pre, pre_t, pre_amax = ctx.multiply(
+            scaled_grad, Scaled(down, down_scale), pre_grad_scale, grad.dtype, Scaled(hidden, hidden_scale))
+        grad_x = matmul(pre, Scaled(up, up_scale), grad.dtype)
+        grad_up = matmul(transpose(Scaled(x, x_scale), ctx.use_kernel), pre_t, grad.dtype)
         grad_t = transpose(scaled_grad, ctx.use_kernel)
-        grad_down = matmul(grad_t, Scaled(hidden_t, hidden.scale), grad.dtype)
+        grad_down = matmul(grad_t, Scaled(hidden_t, hidden_scale), grad.dtype)
         return grad_x, grad_up, grad_down, hidden_amax, pre_amax, None
 
 
@@ -3497,36 +3501,33 @@ def launch_relu2_matmul(x: Scaled, w: Scaled, out_scale, _dtype, hidden: Scaled 
     rows, inner = x.values.shape
     columns = w.values.size(1)
     depth = 128 // x.values.element_size()
-    is_fp8 = out_scale is not None
-    is_backward = hidden is not None
     width = 128
     num_stages = 3
     if columns % 256 == 0 and depth > 32:  # four stages fit Hopper's memory
         width = 256
         num_stages = 4
     assert rows % 128 == columns % width == inner % depth == 0, "the tiles do not divide the matrices"
-    out = x.values.new_empty(rows, columns)
-    out_t = scales = amax = saved = out  # of the arguments that are not used
+
     weight = w.values
+    saved = None if hidden is None else hidden.values
+    out = x.values.new_empty(rows, columns)
+    out_t = scales = amax = None  # of FP8
     limit = 0.0
-    if is_backward:
-        saved = hidden.values
-    if is_fp8:
+    if out_scale is not None:
         weight = transpose(w).values.T  # the layout of FP8 tensor cores
         limit = torch.finfo(out.dtype).max
-        scale = x.scale * w.scale
-        if is_backward:
-            scale = scale * hidden.scale.sqrt()
+        product_scale = x.scale * w.scale
+        if hidden is not None:
+            product_scale = product_scale * hidden.scale.sqrt()
         out_t = out.new_empty(columns, rows)
-        scales = torch.stack((scale, 1 / out_scale))
-        amax = torch.zeros_like(scale)
+        scales = torch.stack((product_scale, 1 / out_scale))
+        amax = torch.zeros_like(product_scale)
     relu2_matmul_kernel[columns // width, rows // 128](
         x.values, weight, saved, out, out_t, scales, amax, rows, columns, inner, *weight.stride(),
-        IS_BACKWARD=is_backward, LIMIT=limit, BLOCK_M=128, BLOCK_N=width, BLOCK_K=depth, num_warps=8,
+        IS_BACKWARD=hidden is not None, LIMIT=limit, BLOCK_M=128, BLOCK_N=width, BLOCK_K=depth, num_warps=8,
         num_stages=num_stages)
-    if not is_fp8:
+    if out_t is None:
         out_t = out.T
-        amax = None
     return Scaled(out, out_scale), Scaled(out_t, out_scale), amax
 
 # ==== TRITON KERNELS =======================================================================================
@@ -3549,9 +3550,11 @@ if triton is not None:
                    N: tl.constexpr, IS_BACKWARD: tl.constexpr, FP8_SCALE: tl.constexpr, EPS: tl.constexpr,
                    HAS_NORM: tl.constexpr, HAS_OFFSET: tl.constexpr, BLOCK: tl.constexpr):
         """One head of q or k for BLOCK tokens: norm, rotation, key offset. Only the first N pairs rotate. In
-        backward q, k and v are gradients, and the gradient of packed (T, WIDTH) is written. The last
-        programs copy that of v. If FP8_SCALE > 0, it is multiplied, and transposed. K is a power of 2."""
-        slot, tokens = tl.program_id(1), tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        backward q, k and v are gradients, and the gradient of packed (T, WIDTH) is written to grad. The last
+        slots copy the gradient of v. If FP8_SCALE > 0, grad is multiplied by it, and grad_t is its
+        transpose. K is a power of 2."""
+        slot = tl.program_id(1)
+        tokens = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         HALF: tl.constexpr = K // 2
         columns = tl.arange(0, K)
         pairs = tl.arange(0, HALF)
@@ -3595,7 +3598,7 @@ if triton is not None:
                 tl.store(out_ptr + here, y, mask=stays)
                 if HAS_OFFSET:
                     tl.store(out_ptr + here + H * K, y, mask=moves)
-        else:
+        elif IS_BACKWARD:  # forward has no such slots
             place = tokens[:, None] * (WIDTH - 2 * H * K) + (slot - 2 * H) * K + columns[None, :]
             grad = tl.load(v_ptr + place, mask=inside, other=0.0).to(tl.float32)
         if IS_BACKWARD:
