@@ -9,9 +9,9 @@ Launch
     python train_gpt.py --help                                     # also --print_config
 
 Part one, the recipe. It decides the loss.
-    CONFIG, OPERATIONS, MODEL, UPDATE RULES, OPTIMIZER, SCHEDULES, DATA, TRAINING: one step, and train()
+    CONFIG, SCHEDULES, DATA, OPERATIONS, MODEL, UPDATE RULES, OPTIMIZER, TABLES, TRAINING: one step, train()
 Part two, the same mathematics, faster. A check at startup compares the fast forms with part one.
-    FAST FORMS, STEP GRAPHS, FAST NORM AND ATTENTION, FP8, FUSED OPERATIONS, TRITON KERNELS, TABLES
+    FAST FORMS, STEP GRAPHS, FAST NORM AND ATTENTION, FP8, FUSED OPERATIONS, TRITON KERNELS
 Part three, infrastructure.
     DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
 
@@ -501,29 +501,466 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
             Stage(duration=1, window_long=256, window_short=128)))),
 }
 
+# ==== SCHEDULES ============================================================================================
+# Hyperparameters that change during training, as pure functions of the step (record 32). To add one, add a
+# field to StepState, compute it in Schedule.at(), and use it in compute_hyper() or Trainer.train_step().
+
+ROTARY_BASE = 1024  # 1 / the lowest RoPE frequency before YaRN
+
+
+class RopeSetting(typing.NamedTuple):
+    """RoPE of one kind of layers in one stage."""
+
+    frequencies: np.ndarray  # (K/2,) RoPE frequencies after YaRN, radians per position. 0: no rotation
+    softmax_scale: float
+
+
+class StepState(typing.NamedTuple):
+    stage_index: int  # of the stage whose windows and RoPE are used. After the last one: final validation
+    stage: Stage
+    windows: tuple[int, int]  # long, short
+    lr: dict[str, float]  # by parameter group
+    weight_decay: dict[str, float]  # by parameter group, before the multiplication by lr
+    momentum: float
+    has_slow_momentum: bool  # whether anvil's slow momentum acts
+    loss_weights: tuple[float, ...]  # of the targets, see Head.forward()
+    rope: dict[str, RopeSetting]  # by attention, long or short
+
+
+class Schedule:
+    def __init__(self, cfg):
+        self.cfg = cfg
+        self.stages = cfg.full_stages
+        self.num_iterations, self.scheduled_steps = cfg.num_iterations, cfg.scheduled_steps
+        self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
+
+        # As published, a stage ends at the first step where step / (scheduled_steps + 1) reaches the summed
+        # share. The last one ends at scheduled_steps + 1 (clipped below), with an extension one step earlier
+        durations = np.array([stage.duration for stage in self.stages])
+        if cfg.extension_steps:
+            durations = durations[:-1]
+        ends = np.ceil(np.cumsum(durations) * (self.scheduled_steps + 1) / durations.sum())
+        self.ends = ends.astype(int).tolist()
+        if cfg.extension_steps:
+            self.ends = [*self.ends[:-1], self.scheduled_steps, self.num_iterations]
+
+        # Windows and RoPE of each stage, and of the final validation
+        self.windows = [(stage.window_long, stage.window_short) for stage in self.stages]
+        self.windows.append(cfg.val_windows or self.windows[-1])
+        long_windows, short_windows = zip(*self.windows)
+        # Half of the channel pairs do not rotate (record 17), except in heads of short_qk_dim (record 92)
+        num_pairs = cfg.head_dim // 2
+        long = short = self._adapt_rope(num_pairs, num_pairs // 2, long_windows, cfg.attention_scale[0])
+        if cfg.short_qk_dim:
+            short = self._adapt_rope(cfg.short_qk_dim // 2, 0, short_windows, cfg.attention_scale[1])
+        self.ropes = [dict(long=x, short=y) for x, y in zip(long, short)]
+
+    def _adapt_rope(self, num_pairs: int, num_fixed: int, windows: Iterable[int], softmax_scale: float):
+        """RoPE setting for each entry of windows (YaRN, arXiv 2309.00071). num_fixed pairs do not rotate."""
+        exponents = np.concatenate((np.linspace(0, 1, num_pairs - num_fixed), np.full(num_fixed, np.inf)))
+        frequencies = (1 / ROTARY_BASE) ** exponents
+        old_window = None
+        settings = []
+        for window in windows:
+            window = min(window, self.cfg.yarn_max_window) or 1  # yarn_max_window=0: 1 in all stages
+            old_window = old_window or window
+            rotations = old_window * frequencies / (2 * math.pi)
+            keep = np.clip((rotations - 1) / (32 - 1), 0, 1)  # high frequencies do not change
+            frequencies = frequencies * (old_window / window + keep * (1 - old_window / window))
+            softmax_scale *= 0.2 * math.log(window / old_window) + 1
+            old_window = window
+            settings.append(RopeSetting(frequencies, softmax_scale))
+        return settings
+
+    def stage_ranges(self):
+        """List (stage, start, end) of all stages with steps. A stage has the steps start to end - 1."""
+        ranges = []
+        start = 0
+        for stage, end in zip(self.stages, self.ends):
+            end = min(end, self.num_iterations)
+            if start < end:
+                ranges.append((stage, start, end))
+            start = end
+        return ranges
+
+    def count_tokens(self):
+        return sum(stage.tokens_per_step * (end - start) for stage, start, end in self.stage_ranges())
+
+    def at(self, step: int):
+        """The scheduled values at a step. Step num_iterations is the final validation."""
+        cfg = self.cfg
+        index, fraction = self.find_stage(step)
+        stage = self.stages[index]
+        if step == self.num_iterations:
+            index += 1
+
+        # Learning rates and weight decay
+        lr, weight_decay = {}, {}
+        for name, group in cfg.groups.items():
+            lr_factor = self.compute_lr_factor(step, name)
+            decay_factor = 1.0
+            if cfg.decay_schedule == "lr":
+                decay_factor = lr_factor
+            elif cfg.decay_schedule == "cosine":
+                decay_factor = 0.5 + 0.5 * math.cos(math.pi * step / self.num_iterations)
+            lr[name] = group.lr * lr_factor
+            weight_decay[name] = group.weight_decay * decay_factor
+
+        # Muon momentum: linear warmup in the first steps, linear cooldown in the last
+        t = 1.0
+        if step < cfg.momentum_warmup_steps:
+            t = step / cfg.momentum_warmup_steps
+        if step > self.num_iterations - cfg.momentum_cooldown_steps:
+            t = min(t, (self.num_iterations - step) / cfg.momentum_cooldown_steps)
+        first, last = cfg.momentum
+        momentum = first + t * (last - first)
+        # Weights of the targets: linear in the fraction of the stage, or constant in its parts (prefix)
+        loss_weights = [first + (last - first) * fraction for first, last in stage.loss_weights]
+        if stage.prefix_weight:
+            num_parts = len(stage.prefix_weight)
+            loss_weights.append(stage.prefix_weight[min(int(fraction * num_parts), num_parts - 1)])
+        return StepState(index, stage, self.windows[index], lr, weight_decay, momentum,
+                         step >= self.slow_momentum_step, tuple(loss_weights), self.ropes[index])
+
+    def find_stage(self, step: int):
+        """Find the stage of a step. Returns (its index, fraction of the stage that is done)."""
+        index = min(int(np.searchsorted(self.ends, step, side="right")), len(self.ends) - 1)
+        start = [0, *self.ends][index]
+        end = min(self.ends[index], self.num_iterations)
+        return index, (step - start) / max(1, end - start)
+
+    def compute_lr_factor(self, step: int, group: str):
+        """Linear warmup to the stage's lr_factor, then linear cooldown to final_lr_frac."""
+        cfg = self.cfg
+        peak = self.stages[self.find_stage(step)[0]].lr_factor
+        cooldown_frac = cfg.cooldown_frac
+        if group == "matrix" and cfg.matrix_cooldown_frac >= 0:
+            cooldown_frac = cfg.matrix_cooldown_frac
+        warmup_steps = cfg.lr_warmup_frac * self.scheduled_steps
+        if step + 1 < warmup_steps:
+            return peak * (step + 1) / warmup_steps
+        remaining = max(0.0, 1 - step / self.scheduled_steps)  # fraction of the schedule
+        if cooldown_frac == 0 or remaining > cooldown_frac:
+            return peak
+        t = remaining / cooldown_frac  # from 1 to 0
+        return peak * t + cfg.final_lr_frac * (1 - t)
+
+# ==== DATA =================================================================================================
+# Shards become packed sequences, which become batches. A packed sequence has seq_len inputs and one more
+# token, the last target. They come from documents cut to max_doc_len, or from any place in the stream. A run
+# plans all sequences before its first step. Ranks and micro-batches divide this plan, so their number does
+# not change the loss. To change the packing, change plan_sequences(). Source: record 32.
+
+class Batch(typing.NamedTuple):
+    """Tokens of one forward pass (T,): int32 inputs, int64 targets, int32 doc_ids that never decrease."""
+
+    inputs: Tensor
+    targets: Tensor
+    doc_ids: Tensor
+    classes: Tensor | None = None  # (sequences, C) int64, classes in the loss of each sequence. None: all
+    token_plan: RowPlan | None = None  # of value embeddings. None: read whole tables
+    ngram_plan: RowPlan | None = None
+    sign_rows: Tensor | None = None  # (n, T) int32, signs of n-grams. With ngram_plan
+
+
+SWEEP_STEP = 20_011  # prime
+PREFETCHED = 4  # batches that are ready in advance, on a GPU
+
+
+class PackedSequence(typing.NamedTuple):
+    """Documents `first` to `last` of a shard, each cut to max_doc_len. Together cut to seq_len + 1 tokens.
+    With --sequence_start=anywhere, first and last are positions of tokens in the shard."""
+
+    shard: int
+    first: int
+    last: int
+    seq_len: int
+    max_doc_len: int
+
+
+def plan_sequences(schedule, shards: Iterator[tuple[int, Shard]], anywhere: bool):
+    """Yield the packed sequences of the whole run in order. Ends early if the shards run out. A sequence
+    takes the next documents, cut to max_doc_len, until they have seq_len + 1 tokens. The rest of its last
+    document is dropped. With anywhere, it begins with the last target of the previous sequence. The end of a
+    shard is dropped, too, if it is shorter than a sequence."""
+    find_last = find_last_token if anywhere else find_last_document
+    index, shard = next(shards)
+    first = 0
+    for stage, first_step, end_step in schedule.stage_ranges():
+        for _ in range((end_step - first_step) * stage.tokens_per_step // stage.seq_len):
+            last = find_last(shard, first, stage)
+            while last is None:
+                index, shard = next(shards, (-1, None))
+                if shard is None:
+                    return
+                first = 0
+                last = find_last(shard, first, stage)
+            yield PackedSequence(index, first, last, stage.seq_len, stage.max_doc_len)
+            first = last if anywhere else last + 1
+
+
+def find_last_document(shard, first: int, stage):
+    """The last document of a sequence that begins with document `first`. None if too few tokens remain."""
+    token_sums = sum_documents(shard, stage.max_doc_len)
+    tokens_before = token_sums[first - 1] if first else 0
+    last = int(np.searchsorted(token_sums, tokens_before + stage.seq_len + 1))
+    return last if last < len(token_sums) else None
+
+
+@functools.lru_cache(maxsize=1)  # the plan reads one shard after the other
+def sum_documents(shard, max_doc_len: int):
+    """Running sum over the documents of a shard of min(length, max_doc_len)."""
+    return np.minimum(np.diff(shard.bounds), max_doc_len).cumsum()
+
+
+def find_last_token(shard, first: int, stage):
+    """The last target of a sequence that begins with token `first`. None if too few tokens remain."""
+    last = first + stage.seq_len
+    return last if last < len(shard.tokens) else None
+
+
+def divide_step(cfg, world_size: int, stage):
+    """Divide a step. Returns (micro-batches per rank, sequences per micro-batch)."""
+    num_sequences = stage.tokens_per_step // stage.seq_len // world_size
+    per_micro_batch = find_divisor(num_sequences, cfg.micro_batch_tokens // stage.seq_len)
+    return num_sequences // per_micro_batch, per_micro_batch
+
+
+def find_divisor(number: int, limit: int):
+    """The largest divisor up to a limit, at least 1."""
+    return max(n for n in range(1, max(1, min(limit, number)) + 1) if number % n == 0)
+
+
+class TrainData:
+    """The packed sequences of a whole run. Every rank can read every sequence."""
+
+    def __init__(self, cfg, schedule):
+        """Plan all sequences and open the shards that they need. RunError if tokens are missing."""
+        self.cfg, self.schedule = cfg, schedule
+        self.shards: list[Shard] = []  # scan_shards() appends to it
+        plan = plan_sequences(schedule, scan_shards(cfg, self.shards), cfg.sequence_start == "anywhere")
+        self.sequences = list(plan)
+        self.bos = self.shards[0].bos  # BOS token, equal in all shards
+        if len(self.sequences) < self.count_sequences(cfg.num_iterations):
+            needed, found = schedule.count_tokens(), sum(sequence.seq_len for sequence in self.sequences)
+            remedy = f"--epochs={-(-needed * cfg.epochs // found)}" if found else "a shorter --seq_len"
+            raise RunError(f"--train_files={cfg.train_files} has {found} of the {needed} tokens of this "
+                           f"run: get more files, lower --num_iterations, or give {remedy}", 2)
+
+    def describe_share(self):
+        """A line if sequences read less than half of the tokens that they pass, or ""."""
+        if self.cfg.sequence_start == "anywhere":
+            return ""
+        passed = read = 0
+        for sequence in self.sequences:
+            bounds = self.shards[sequence.shard].bounds
+            passed += int(bounds[sequence.last + 1] - bounds[sequence.first])
+            read += sequence.seq_len
+        if read >= passed / 2:
+            return ""
+        return (f"{read / passed:.1%} of the tokens are read, because documents are cut to max_doc_len and "
+                "at the end of a sequence: --sequence_start=anywhere reads all, a larger --max_doc_len more")
+
+    def count_sequences(self, step: int):
+        """Number of packed sequences before a step."""
+        return sum((min(end, step) - start) * (stage.tokens_per_step // stage.seq_len)
+                   for stage, start, end in self.schedule.stage_ranges() if start < step)
+
+    def read_tokens(self, index: int):
+        """The seq_len + 1 tokens of a packed sequence, uint16."""
+        sequence = self.sequences[index]
+        shard = self.shards[sequence.shard]
+        if self.cfg.sequence_start == "anywhere":
+            return shard.tokens[sequence.first : sequence.last + 1]
+        bounds = shard.bounds[sequence.first : sequence.last + 2]
+        documents = [shard.tokens[start : min(end, start + sequence.max_doc_len)]
+                     for start, end in itertools.pairwise(bounds)]
+        return np.concatenate(documents)[: sequence.seq_len + 1]
+
+    def read_batch(self, indices: range):
+        """Packed sequences (sequences, seq_len + 1), uint16."""
+        return np.stack([self.read_tokens(index) for index in indices])
+
+    def batches(self, comm, start: int, end: int, sweep_from: int | None = None):
+        """This rank's micro-batches of steps start..end-1. The ranks share the sequences of a step in order.
+        The sweeps through the classes begin at step sweep_from (None: start)."""
+        cfg = self.cfg
+        sweeps = Sweeps(self, start if sweep_from is None else sweep_from)
+        for step in range(start, end):
+            stage = self.schedule.stages[self.schedule.find_stage(step)[0]]
+            num_micro_batches, size = divide_step(cfg, comm.world_size, stage)
+            first = self.count_sequences(step)
+            for i in range(num_micro_batches):
+                # The first slot of each rank. A slot is the place of a sequence in its step
+                slots = [(rank * num_micro_batches + i) * size for rank in range(comm.world_size)]
+                tokens = [self.read_batch(range(first + slot, first + slot + size)) for slot in slots]
+                batch = make_batch(tokens[comm.rank], self.bos, cfg.max_attention_len)
+                if stage.num_classes:
+                    own = range(slots[comm.rank], slots[comm.rank] + size)
+                    classes = np.stack([sweeps.choose_classes(step, slot) for slot in own])
+                    batch = batch._replace(classes=torch.from_numpy(classes))
+                yield add_plans(batch, tokens, comm.rank, cfg)
+
+
+class Sweeps:
+    """Classes of the sampled softmax: all targets of a sequence, and the next negatives of a sweep. A sweep
+    is a cyclic order of all classes, also of the vocabulary's padding: 0, SWEEP_STEP, 2 * SWEEP_STEP, ...,
+    modulo V. Slot i is the i-th sequence of every step. Each slot has its own sweep, and goes on where its
+    last step has ended. So the classes are equal for any number of ranks. Record 92."""
+
+    def __init__(self, data, first_step: int):
+        """first_step: step in which all sweeps begin."""
+        self.data = data
+        self.first_step = first_step
+        self.positions: dict[int, tuple[int, int]] = {}  # by slot: its next step, and the sweep's offset
+
+    def choose_classes(self, step: int, slot: int):
+        """Classes (C,) of the sequence of a step in a slot, sorted. Steps of a slot must ascend. A slot
+        that a rank has not read before repeats all steps since first_step, because offsets depend on the
+        targets."""
+        data, schedule = self.data, self.data.schedule
+        vocab_size = data.cfg.padded_vocab_size
+        num_slots = max(stage.tokens_per_step // stage.seq_len for stage in schedule.stages)
+        start = (self.first_step, vocab_size * slot // num_slots)
+        next_step, offset = self.positions.get(slot, start)
+        for earlier in range(next_step, step + 1):
+            stage = schedule.stages[schedule.find_stage(earlier)[0]]
+            if stage.num_classes and slot < stage.tokens_per_step // stage.seq_len:
+                targets = data.read_tokens(data.count_sequences(earlier) + slot)[1:]
+                classes, offset = choose_classes(targets, stage.num_classes, vocab_size, offset)
+        self.positions[slot] = (step + 1, offset)
+        return classes
+
+
+def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int):
+    """Classes of one sequence, sorted: its targets, and negatives from a sweep that starts at offset. It
+    draws 1.7 times the missing number plus 256, as published, because some of them are targets. If it still
+    draws too few, the negatives are evenly spaced. Returns (classes (C,), new offset)."""
+    is_chosen = np.zeros(vocab_size, dtype=bool)
+    is_chosen[targets] = True
+    num_missing = num_classes - np.count_nonzero(is_chosen)
+    if num_missing < 0:
+        raise RunError(f"a packed sequence has {is_chosen.sum()} distinct targets, but its stage has "
+                       f"num_classes={num_classes}: give a larger one, or a shorter seq_len, in --stages")
+    if num_missing:
+        num_drawn = min(vocab_size, int(1.7 * num_missing) + 256)
+        drawn = SWEEP_STEP * (offset + np.arange(num_drawn, dtype=np.int64)) % vocab_size
+        offset = (offset + num_drawn) % vocab_size
+        negatives = drawn[~is_chosen[drawn]]
+        if len(negatives) < num_missing:
+            negatives = np.flatnonzero(~is_chosen)
+            negatives = negatives[:: max(1, len(negatives) // num_missing)]
+        is_chosen[negatives[:num_missing]] = True
+    return np.flatnonzero(is_chosen), offset
+
+
+def make_batch(tokens: np.ndarray, bos: int, max_attention_len: int = 0):
+    """Packed sequences (sequences, 1 + seq_len) of any integer dtype -> one Batch on the CPU. Attention
+    stays within a document of a sequence, and with max_attention_len within a piece of it."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].ravel()
+    is_start = inputs == bos
+    is_start[:, 0] = True
+    is_start = is_start.ravel()
+    if max_attention_len:
+        starts = np.flatnonzero(is_start).tolist()
+        for start, end in itertools.pairwise([*starts, len(is_start)]):
+            is_start[start:end:max_attention_len] = True
+    doc_ids = is_start.cumsum(dtype=np.int32)  # (T,) over all sequences
+    inputs = inputs.ravel().astype(np.int32)
+    return Batch(*map(torch.from_numpy, (inputs, targets.astype(np.int64), doc_ids)))
+
+
+class ValData:
+    """The first val_tokens validation tokens in sequences of val_seq_len, without max_doc_len."""
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+        num_sequences = cfg.val_tokens // cfg.val_seq_len
+        size = find_divisor(num_sequences, cfg.micro_batch_tokens // cfg.val_seq_len)
+        self.batch_tokens = size * cfg.val_seq_len
+        self.num_batches = num_sequences // size
+        self.shards = [open_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files, "val_files")]
+        self.bos = self.shards[0].bos  # BOS token, equal in all shards
+        missing = cfg.val_tokens + 1  # the tokens, and the last target
+        parts = []
+        for shard in self.shards:
+            parts.append(shard.tokens[:missing])  # slices read no more of a file than they need
+            missing -= len(parts[-1])
+        self.tokens = np.concatenate(parts)
+        if missing:
+            raise RunError(f"--val_files={cfg.val_files} is {missing} tokens too short for --val_tokens="
+                           f"{cfg.val_tokens} and one more target: lower --val_tokens, and --val_seq_len="
+                           f"{cfg.val_seq_len}, which divides it", 2)
+
+    def read_batch(self, index: int):
+        """Sequences (sequences, val_seq_len + 1), uint16."""
+        first, size = index * self.batch_tokens, self.cfg.val_seq_len
+        starts = range(first, first + self.batch_tokens, size)
+        return np.stack([self.tokens[start : start + size + 1] for start in starts])
+
+    def batches(self, comm, num_batches: int):
+        """Yield (batch of this rank, whether it counts) of the first num_batches. Ranks get equally many."""
+        for first in range(0, num_batches, comm.world_size):
+            tokens = [self.read_batch(min(first + rank, num_batches - 1)) for rank in range(comm.world_size)]
+            batch = make_batch(tokens[comm.rank], self.bos)
+            yield add_plans(batch, tokens, comm.rank, self.cfg), first + comm.rank < num_batches
+
+
+def read_vocabulary(cfg):
+    """Read the map from each token's bytes to its id, without <|endoftext|>."""
+    # In GPT-2's file a printable byte is its own character. The others are the characters from 256 on
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    byte_of = {chr(byte): byte for byte in printable}
+    others = sorted({*range(256)} - printable)
+    for code, byte in enumerate(others, 256):
+        byte_of[chr(code)] = byte
+    try:
+        ids = json.loads(Path(cfg.vocab_file).read_text())
+        return {bytes(byte_of[char] for char in text): index for text, index in ids.items()
+                if text != "<|endoftext|>" and index < cfg.vocab_size}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunError(f"--vocab_file={cfg.vocab_file} is no map from tokens to ids ({error!r}): python "
+                       "data/cached_fineweb10B.py gets one. --without=prefix_weight needs none", 2) from None
+
+
+def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int):
+    """Return (V,): for each token, the id of the longest other token that is its prefix, or -1. Visits
+    tokens in sorted order, with a stack of the prefixes of the current token. Source: 2026-07-13."""
+    prefixes = np.full(vocab_size, -1)
+    stack = []
+    for text in sorted(filter(None, ids)):
+        while stack and not text.startswith(stack[-1]):
+            stack.pop()
+        if stack:
+            prefixes[ids[text]] = ids[stack[-1]]
+        stack.append(text)
+    return torch.from_numpy(prefixes)
+
+
+def prefetch(batches: Iterator[Batch], device):
+    """Yield batches on the device. For a GPU a thread builds and pins them in advance. On a CPU OpenMP would
+    give the thread its own team: four threads on two cores, and training waits for those that sleep."""
+    def build():
+        torch.cuda.set_device(device)  # a new thread uses device 0, so pinning would allocate there
+        return tree_map_only(Tensor, pin, next(batches, None))
+
+    if device.type != "cuda":
+        yield from batches
+        return
+    with ThreadPoolExecutor(1, "prefetch") as executor:
+        pending = deque(executor.submit(build) for _ in range(PREFETCHED))
+        while batch := pending.popleft().result():
+            pending.append(executor.submit(build))
+            yield move_batch(batch, device)
+
+
+def move_batch(batch, device):
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+
 # ==== OPERATIONS ===========================================================================================
 # The equations of the model, on local tensors. Part two has fast forms of the functions in Operations. After
 # an edit of a function its fast forms are off, FP8 too, and a line says so. With micro-batches or validation
 # sequences above 8,192 tokens a fast form of attention() always runs: edit that one.
-
-class Rope(typing.NamedTuple):
-    """RoPE tables (T, P, K/2) of a head's pairs of channels, for P positions per token."""
-
-    cos: Tensor
-    sin: Tensor
-    softmax_scale: Tensor  # ()
-    num_rotating: int  # pairs that rotate. The other ones have cos 1 and sin 0
-    is_unrotated: Tensor  # (T, 1, K) 1 on channels without RoPE, except at sequence starts. Else 0
-
-
-class StepInputs(typing.NamedTuple):
-    """Inputs of the model that change with the stage."""
-
-    windows: Tensor  # (2,) of long and short layers, in positions
-    ropes: dict[tuple[str, bool], Rope]  # by (attention, paired). Paired: two positions per token
-    is_sequence_start: Tensor  # (T,) first token of a packed sequence
-    has_prefix_target: bool = False
-
 
 RMS_EPS = 1.1920929e-07  # float32's machine epsilon, for every dtype
 BLOCK = 128  # tokens. Sequence lengths are multiples of BLOCK, because masks are tested block by block
@@ -738,6 +1175,47 @@ def make_calls(model, compile: Callable = keep_function):
                  functools.partial(update_shard, rules))
 
 
+class Head(nn.Module):
+    """Logits and loss. Source: records 18 and 32."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.softcap = Softcap(*cfg.softcap)
+        self.weight = parameter(torch.zeros(  # (V, D)
+            cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
+        self.register_buffer("prefix_tokens", torch.full((cfg.padded_vocab_size,), -1), persistent=False)
+
+    def forward(self, x, targets, step_inputs, loss_weights, classes, ops):
+        """x (T, D), targets (T,) -> cross-entropy summed over tokens, float32. See GPT.forward()."""
+        if loss_weights is None:
+            return val_loss(x, self.weight, targets, self.softcap)
+
+        # Targets: the next token, later ones of the sequence (2025-12-22), a prefix (2026-07-13). -1: none
+        columns = [targets]
+        is_last = step_inputs.is_sequence_start.roll(-1)
+        for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
+            columns.append(columns[-1].roll(-1).masked_fill(is_last, -1))
+        if step_inputs.has_prefix_target:
+            columns.append(self.prefix_tokens[targets])  # a target of -1 (FormCheck) reads the last row
+        targets = torch.stack(columns, dim=1)  # (T, n)
+        if classes is None:
+            return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
+
+        # Sampled softmax over a sequence's classes, uncorrected (record 92). Other prefixes are ignored
+        losses = []
+        weights = F.embedding(classes, self.weight)  # (sequences, C, D)
+        n = len(classes)
+        for part, wanted, rows, weight in zip(x.chunk(n), targets.chunk(n), classes, weights):
+            places = torch.full_like(self.prefix_tokens, -1)  # (V,) place of each class among the C logits
+            places = places.scatter(0, rows, torch.arange(len(rows), device=rows.device))
+            wanted = places[wanted.clamp(min=0)].masked_fill(wanted < 0, -1)
+            losses.append(ops.head_loss(part, weight, wanted, loss_weights, self.softcap))
+        return torch.stack(losses).sum()
+
+    def compute_logits(self, x):
+        return self.softcap(linear(x, self.weight))
+
+
 class Operations(typing.NamedTuple):
     """The operations that have fast forms, and the dtype of activations. See make_operations()."""
 
@@ -755,6 +1233,47 @@ class Operations(typing.NamedTuple):
 # or their fast forms. acts maps the names of LayerSpec to the activations that later layers read. Scalars of
 # a layer are rows of layer_scalars(). Their values s[name] are learned (n,), or computed per token (T, n).
 # To add a scalar, add a field of LayerSpec, a row there, and its use in Block or Attention.
+
+class Rope(typing.NamedTuple):
+    """RoPE tables (T, P, K/2) of a head's pairs of channels, for P positions per token."""
+
+    cos: Tensor
+    sin: Tensor
+    softmax_scale: Tensor  # ()
+    num_rotating: int  # pairs that rotate. The other ones have cos 1 and sin 0
+    is_unrotated: Tensor  # (T, 1, K) 1 on channels without RoPE, except at sequence starts. Else 0
+
+
+class StepInputs(typing.NamedTuple):
+    """Inputs of the model that change with the stage."""
+
+    windows: Tensor  # (2,) of long and short layers, in positions
+    ropes: dict[tuple[str, bool], Rope]  # by (attention, paired). Paired: two positions per token
+    is_sequence_start: Tensor  # (T,) first token of a packed sequence
+    has_prefix_target: bool = False
+
+
+def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
+    """Model inputs for num_tokens tokens in the stage of `state`. Positions restart every seq_len tokens."""
+    positions = torch.arange(num_tokens, device=device) % seq_len
+
+    ropes = {}
+    kinds = {(spec.attention, spec.paired) for spec in cfg.layers if spec.attention != "none"}
+    for kind, is_paired in sorted(kinds):
+        at = positions[:, None]  # (T, P), P = 2 for paired layers
+        if is_paired:
+            at = 2 * at + torch.arange(2, device=device)
+        frequencies, scale = state.rope[kind]
+        angles = at[..., None].double() * torch.tensor(frequencies, device=device)  # (T, P, K/2)
+        is_fixed = torch.tensor(frequencies == 0, device=device)
+        is_unrotated = torch.cat((is_fixed, is_fixed)) & (positions > 0)[:, None, None]
+        ropes[kind, is_paired] = Rope(
+            angles.cos().to(torch.float32), angles.sin().to(torch.float32),
+            torch.tensor(scale, dtype=torch.float32, device=device), int((frequencies > 0).sum()),
+            is_unrotated.to(torch.float32))
+    windows = torch.tensor(state.windows, dtype=torch.int32, device=device)
+    return StepInputs(windows, ropes, positions == 0, has_prefix_target=bool(state.stage.prefix_weight))
+
 
 class GPT(nn.Module):
     """The language model, initialized on the CPU, so that a seed gives equal weights on every device."""
@@ -1230,47 +1749,6 @@ class TokenGates(nn.Module):
         for (layer, scalar), part in zip(self.outputs, y.split(sizes, dim=1)):
             values.setdefault(layer, {})[scalar.name] = part
         return values
-
-
-class Head(nn.Module):
-    """Logits and loss. Source: records 18 and 32."""
-
-    def __init__(self, cfg):
-        super().__init__()
-        self.softcap = Softcap(*cfg.softcap)
-        self.weight = parameter(torch.zeros(  # (V, D)
-            cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
-        self.register_buffer("prefix_tokens", torch.full((cfg.padded_vocab_size,), -1), persistent=False)
-
-    def forward(self, x, targets, step_inputs, loss_weights, classes, ops):
-        """x (T, D), targets (T,) -> cross-entropy summed over tokens, float32. See GPT.forward()."""
-        if loss_weights is None:
-            return val_loss(x, self.weight, targets, self.softcap)
-
-        # Targets: the next token, later ones of the sequence (2025-12-22), a prefix (2026-07-13). -1: none
-        columns = [targets]
-        is_last = step_inputs.is_sequence_start.roll(-1)
-        for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
-            columns.append(columns[-1].roll(-1).masked_fill(is_last, -1))
-        if step_inputs.has_prefix_target:
-            columns.append(self.prefix_tokens[targets])  # a target of -1 (FormCheck) reads the last row
-        targets = torch.stack(columns, dim=1)  # (T, n)
-        if classes is None:
-            return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
-
-        # Sampled softmax over a sequence's classes, uncorrected (record 92). Other prefixes are ignored
-        losses = []
-        weights = F.embedding(classes, self.weight)  # (sequences, C, D)
-        n = len(classes)
-        for part, wanted, rows, weight in zip(x.chunk(n), targets.chunk(n), classes, weights):
-            places = torch.full_like(self.prefix_tokens, -1)  # (V,) place of each class among the C logits
-            places = places.scatter(0, rows, torch.arange(len(rows), device=rows.device))
-            wanted = places[wanted.clamp(min=0)].masked_fill(wanted < 0, -1)
-            losses.append(ops.head_loss(part, weight, wanted, loss_weights, self.softcap))
-        return torch.stack(losses).sum()
-
-    def compute_logits(self, x):
-        return self.softcap(linear(x, self.weight))
 
 
 def make_gains(cfg):
@@ -1966,483 +2444,218 @@ class Optimizer:
         """Whether the last step applied all gradients. Checkpoints do not include gradients."""
         return all(bucket.group.is_due(self.step_count - 1, self.late_step) for bucket in self.updated)
 
-# ==== SCHEDULES ============================================================================================
-# Hyperparameters that change during training, as pure functions of the step (record 32). To add one, add a
-# field to StepState, compute it in Schedule.at(), and use it in compute_hyper() or Trainer.train_step().
-
-ROTARY_BASE = 1024  # 1 / the lowest RoPE frequency before YaRN
-
-
-class RopeSetting(typing.NamedTuple):
-    """RoPE of one kind of layers in one stage."""
-
-    frequencies: np.ndarray  # (K/2,) RoPE frequencies after YaRN, radians per position. 0: no rotation
-    softmax_scale: float
-
-
-class StepState(typing.NamedTuple):
-    stage_index: int  # of the stage whose windows and RoPE are used. After the last one: final validation
-    stage: Stage
-    windows: tuple[int, int]  # long, short
-    lr: dict[str, float]  # by parameter group
-    weight_decay: dict[str, float]  # by parameter group, before the multiplication by lr
-    momentum: float
-    has_slow_momentum: bool  # whether anvil's slow momentum acts
-    loss_weights: tuple[float, ...]  # of the targets, see Head.forward()
-    rope: dict[str, RopeSetting]  # by attention, long or short
-
-
-class Schedule:
-    def __init__(self, cfg):
-        self.cfg = cfg
-        self.stages = cfg.full_stages
-        self.num_iterations, self.scheduled_steps = cfg.num_iterations, cfg.scheduled_steps
-        self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
-
-        # As published, a stage ends at the first step where step / (scheduled_steps + 1) reaches the summed
-        # share. The last one ends at scheduled_steps + 1 (clipped below), with an extension one step earlier
-        durations = np.array([stage.duration for stage in self.stages])
-        if cfg.extension_steps:
-            durations = durations[:-1]
-        ends = np.ceil(np.cumsum(durations) * (self.scheduled_steps + 1) / durations.sum())
-        self.ends = ends.astype(int).tolist()
-        if cfg.extension_steps:
-            self.ends = [*self.ends[:-1], self.scheduled_steps, self.num_iterations]
-
-        # Windows and RoPE of each stage, and of the final validation
-        self.windows = [(stage.window_long, stage.window_short) for stage in self.stages]
-        self.windows.append(cfg.val_windows or self.windows[-1])
-        long_windows, short_windows = zip(*self.windows)
-        # Half of the channel pairs do not rotate (record 17), except in heads of short_qk_dim (record 92)
-        num_pairs = cfg.head_dim // 2
-        long = short = self._adapt_rope(num_pairs, num_pairs // 2, long_windows, cfg.attention_scale[0])
-        if cfg.short_qk_dim:
-            short = self._adapt_rope(cfg.short_qk_dim // 2, 0, short_windows, cfg.attention_scale[1])
-        self.ropes = [dict(long=x, short=y) for x, y in zip(long, short)]
-
-    def _adapt_rope(self, num_pairs: int, num_fixed: int, windows: Iterable[int], softmax_scale: float):
-        """RoPE setting for each entry of windows (YaRN, arXiv 2309.00071). num_fixed pairs do not rotate."""
-        exponents = np.concatenate((np.linspace(0, 1, num_pairs - num_fixed), np.full(num_fixed, np.inf)))
-        frequencies = (1 / ROTARY_BASE) ** exponents
-        old_window = None
-        settings = []
-        for window in windows:
-            window = min(window, self.cfg.yarn_max_window) or 1  # yarn_max_window=0: 1 in all stages
-            old_window = old_window or window
-            rotations = old_window * frequencies / (2 * math.pi)
-            keep = np.clip((rotations - 1) / (32 - 1), 0, 1)  # high frequencies do not change
-            frequencies = frequencies * (old_window / window + keep * (1 - old_window / window))
-            softmax_scale *= 0.2 * math.log(window / old_window) + 1
-            old_window = window
-            settings.append(RopeSetting(frequencies, softmax_scale))
-        return settings
-
-    def stage_ranges(self):
-        """List (stage, start, end) of all stages with steps. A stage has the steps start to end - 1."""
-        ranges = []
-        start = 0
-        for stage, end in zip(self.stages, self.ends):
-            end = min(end, self.num_iterations)
-            if start < end:
-                ranges.append((stage, start, end))
-            start = end
-        return ranges
-
-    def count_tokens(self):
-        return sum(stage.tokens_per_step * (end - start) for stage, start, end in self.stage_ranges())
-
-    def at(self, step: int):
-        """The scheduled values at a step. Step num_iterations is the final validation."""
-        cfg = self.cfg
-        index, fraction = self.find_stage(step)
-        stage = self.stages[index]
-        if step == self.num_iterations:
-            index += 1
-
-        # Learning rates and weight decay
-        lr, weight_decay = {}, {}
-        for name, group in cfg.groups.items():
-            lr_factor = self.compute_lr_factor(step, name)
-            decay_factor = 1.0
-            if cfg.decay_schedule == "lr":
-                decay_factor = lr_factor
-            elif cfg.decay_schedule == "cosine":
-                decay_factor = 0.5 + 0.5 * math.cos(math.pi * step / self.num_iterations)
-            lr[name] = group.lr * lr_factor
-            weight_decay[name] = group.weight_decay * decay_factor
-
-        # Muon momentum: linear warmup in the first steps, linear cooldown in the last
-        t = 1.0
-        if step < cfg.momentum_warmup_steps:
-            t = step / cfg.momentum_warmup_steps
-        if step > self.num_iterations - cfg.momentum_cooldown_steps:
-            t = min(t, (self.num_iterations - step) / cfg.momentum_cooldown_steps)
-        first, last = cfg.momentum
-        momentum = first + t * (last - first)
-        # Weights of the targets: linear in the fraction of the stage, or constant in its parts (prefix)
-        loss_weights = [first + (last - first) * fraction for first, last in stage.loss_weights]
-        if stage.prefix_weight:
-            num_parts = len(stage.prefix_weight)
-            loss_weights.append(stage.prefix_weight[min(int(fraction * num_parts), num_parts - 1)])
-        return StepState(index, stage, self.windows[index], lr, weight_decay, momentum,
-                         step >= self.slow_momentum_step, tuple(loss_weights), self.ropes[index])
-
-    def find_stage(self, step: int):
-        """Find the stage of a step. Returns (its index, fraction of the stage that is done)."""
-        index = min(int(np.searchsorted(self.ends, step, side="right")), len(self.ends) - 1)
-        start = [0, *self.ends][index]
-        end = min(self.ends[index], self.num_iterations)
-        return index, (step - start) / max(1, end - start)
-
-    def compute_lr_factor(self, step: int, group: str):
-        """Linear warmup to the stage's lr_factor, then linear cooldown to final_lr_frac."""
-        cfg = self.cfg
-        peak = self.stages[self.find_stage(step)[0]].lr_factor
-        cooldown_frac = cfg.cooldown_frac
-        if group == "matrix" and cfg.matrix_cooldown_frac >= 0:
-            cooldown_frac = cfg.matrix_cooldown_frac
-        warmup_steps = cfg.lr_warmup_frac * self.scheduled_steps
-        if step + 1 < warmup_steps:
-            return peak * (step + 1) / warmup_steps
-        remaining = max(0.0, 1 - step / self.scheduled_steps)  # fraction of the schedule
-        if cooldown_frac == 0 or remaining > cooldown_frac:
-            return peak
-        t = remaining / cooldown_frac  # from 1 to 0
-        return peak * t + cfg.final_lr_frac * (1 - t)
-
-
-def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
-    """Model inputs for num_tokens tokens in the stage of `state`. Positions restart every seq_len tokens."""
-    positions = torch.arange(num_tokens, device=device) % seq_len
-
-    ropes = {}
-    kinds = {(spec.attention, spec.paired) for spec in cfg.layers if spec.attention != "none"}
-    for kind, is_paired in sorted(kinds):
-        at = positions[:, None]  # (T, P), P = 2 for paired layers
-        if is_paired:
-            at = 2 * at + torch.arange(2, device=device)
-        frequencies, scale = state.rope[kind]
-        angles = at[..., None].double() * torch.tensor(frequencies, device=device)  # (T, P, K/2)
-        is_fixed = torch.tensor(frequencies == 0, device=device)
-        is_unrotated = torch.cat((is_fixed, is_fixed)) & (positions > 0)[:, None, None]
-        ropes[kind, is_paired] = Rope(
-            angles.cos().to(torch.float32), angles.sin().to(torch.float32),
-            torch.tensor(scale, dtype=torch.float32, device=device), int((frequencies > 0).sum()),
-            is_unrotated.to(torch.float32))
-    windows = torch.tensor(state.windows, dtype=torch.int32, device=device)
-    return StepInputs(windows, ropes, positions == 0, has_prefix_target=bool(state.stage.prefix_weight))
-
-# ==== DATA =================================================================================================
-# Shards become packed sequences, which become batches. A packed sequence has seq_len inputs and one more
-# token, the last target. They come from documents cut to max_doc_len, or from any place in the stream. A run
-# plans all sequences before its first step. Ranks and micro-batches divide this plan, so their number does
-# not change the loss. To change the packing, change plan_sequences(). Source: record 32.
-
-class Batch(typing.NamedTuple):
-    """Tokens of one forward pass (T,): int32 inputs, int64 targets, int32 doc_ids that never decrease."""
-
-    inputs: Tensor
-    targets: Tensor
-    doc_ids: Tensor
-    classes: Tensor | None = None  # (sequences, C) int64, classes in the loss of each sequence. None: all
-    token_plan: RowPlan | None = None  # of value embeddings. None: read whole tables
-    ngram_plan: RowPlan | None = None
-    sign_rows: Tensor | None = None  # (n, T) int32, signs of n-grams. With ngram_plan
-
-
-SWEEP_STEP = 20_011  # prime
-PREFETCHED = 4  # batches that are ready in advance, on a GPU
-
-
-class PackedSequence(typing.NamedTuple):
-    """Documents `first` to `last` of a shard, each cut to max_doc_len. Together cut to seq_len + 1 tokens.
-    With --sequence_start=anywhere, first and last are positions of tokens in the shard."""
-
-    shard: int
-    first: int
-    last: int
-    seq_len: int
-    max_doc_len: int
-
-
-def plan_sequences(schedule, shards: Iterator[tuple[int, Shard]], anywhere: bool):
-    """Yield the packed sequences of the whole run in order. Ends early if the shards run out. A sequence
-    takes the next documents, cut to max_doc_len, until they have seq_len + 1 tokens. The rest of its last
-    document is dropped. With anywhere, it begins with the last target of the previous sequence. The end of a
-    shard is dropped, too, if it is shorter than a sequence."""
-    find_last = find_last_token if anywhere else find_last_document
-    index, shard = next(shards)
-    first = 0
-    for stage, first_step, end_step in schedule.stage_ranges():
-        for _ in range((end_step - first_step) * stage.tokens_per_step // stage.seq_len):
-            last = find_last(shard, first, stage)
-            while last is None:
-                index, shard = next(shards, (-1, None))
-                if shard is None:
-                    return
-                first = 0
-                last = find_last(shard, first, stage)
-            yield PackedSequence(index, first, last, stage.seq_len, stage.max_doc_len)
-            first = last if anywhere else last + 1
-
-
-def find_last_document(shard, first: int, stage):
-    """The last document of a sequence that begins with document `first`. None if too few tokens remain."""
-    token_sums = sum_documents(shard, stage.max_doc_len)
-    tokens_before = token_sums[first - 1] if first else 0
-    last = int(np.searchsorted(token_sums, tokens_before + stage.seq_len + 1))
-    return last if last < len(token_sums) else None
-
-
-@functools.lru_cache(maxsize=1)  # the plan reads one shard after the other
-def sum_documents(shard, max_doc_len: int):
-    """Running sum over the documents of a shard of min(length, max_doc_len)."""
-    return np.minimum(np.diff(shard.bounds), max_doc_len).cumsum()
-
-
-def find_last_token(shard, first: int, stage):
-    """The last target of a sequence that begins with token `first`. None if too few tokens remain."""
-    last = first + stage.seq_len
-    return last if last < len(shard.tokens) else None
-
-
-def divide_step(cfg, world_size: int, stage):
-    """Divide a step. Returns (micro-batches per rank, sequences per micro-batch)."""
-    num_sequences = stage.tokens_per_step // stage.seq_len // world_size
-    per_micro_batch = find_divisor(num_sequences, cfg.micro_batch_tokens // stage.seq_len)
-    return num_sequences // per_micro_batch, per_micro_batch
-
-
-def find_divisor(number: int, limit: int):
-    """The largest divisor up to a limit, at least 1."""
-    return max(n for n in range(1, max(1, min(limit, number)) + 1) if number % n == 0)
-
-
-class TrainData:
-    """The packed sequences of a whole run. Every rank can read every sequence."""
-
-    def __init__(self, cfg, schedule):
-        """Plan all sequences and open the shards that they need. RunError if tokens are missing."""
-        self.cfg, self.schedule = cfg, schedule
-        self.shards: list[Shard] = []  # scan_shards() appends to it
-        plan = plan_sequences(schedule, scan_shards(cfg, self.shards), cfg.sequence_start == "anywhere")
-        self.sequences = list(plan)
-        self.bos = self.shards[0].bos  # BOS token, equal in all shards
-        if len(self.sequences) < self.count_sequences(cfg.num_iterations):
-            needed, found = schedule.count_tokens(), sum(sequence.seq_len for sequence in self.sequences)
-            remedy = f"--epochs={-(-needed * cfg.epochs // found)}" if found else "a shorter --seq_len"
-            raise RunError(f"--train_files={cfg.train_files} has {found} of the {needed} tokens of this "
-                           f"run: get more files, lower --num_iterations, or give {remedy}", 2)
-
-    def describe_share(self):
-        """A line if sequences read less than half of the tokens that they pass, or ""."""
-        if self.cfg.sequence_start == "anywhere":
-            return ""
-        passed = read = 0
-        for sequence in self.sequences:
-            bounds = self.shards[sequence.shard].bounds
-            passed += int(bounds[sequence.last + 1] - bounds[sequence.first])
-            read += sequence.seq_len
-        if read >= passed / 2:
-            return ""
-        return (f"{read / passed:.1%} of the tokens are read, because documents are cut to max_doc_len and "
-                "at the end of a sequence: --sequence_start=anywhere reads all, a larger --max_doc_len more")
-
-    def count_sequences(self, step: int):
-        """Number of packed sequences before a step."""
-        return sum((min(end, step) - start) * (stage.tokens_per_step // stage.seq_len)
-                   for stage, start, end in self.schedule.stage_ranges() if start < step)
-
-    def read_tokens(self, index: int):
-        """The seq_len + 1 tokens of a packed sequence, uint16."""
-        sequence = self.sequences[index]
-        shard = self.shards[sequence.shard]
-        if self.cfg.sequence_start == "anywhere":
-            return shard.tokens[sequence.first : sequence.last + 1]
-        bounds = shard.bounds[sequence.first : sequence.last + 2]
-        documents = [shard.tokens[start : min(end, start + sequence.max_doc_len)]
-                     for start, end in itertools.pairwise(bounds)]
-        return np.concatenate(documents)[: sequence.seq_len + 1]
-
-    def read_batch(self, indices: range):
-        """Packed sequences (sequences, seq_len + 1), uint16."""
-        return np.stack([self.read_tokens(index) for index in indices])
-
-    def batches(self, comm, start: int, end: int, sweep_from: int | None = None):
-        """This rank's micro-batches of steps start..end-1. The ranks share the sequences of a step in order.
-        The sweeps through the classes begin at step sweep_from (None: start)."""
-        cfg = self.cfg
-        sweeps = Sweeps(self, start if sweep_from is None else sweep_from)
-        for step in range(start, end):
-            stage = self.schedule.stages[self.schedule.find_stage(step)[0]]
-            num_micro_batches, size = divide_step(cfg, comm.world_size, stage)
-            first = self.count_sequences(step)
-            for i in range(num_micro_batches):
-                # The first slot of each rank. A slot is the place of a sequence in its step
-                slots = [(rank * num_micro_batches + i) * size for rank in range(comm.world_size)]
-                tokens = [self.read_batch(range(first + slot, first + slot + size)) for slot in slots]
-                batch = make_batch(tokens[comm.rank], self.bos, cfg.max_attention_len)
-                if stage.num_classes:
-                    own = range(slots[comm.rank], slots[comm.rank] + size)
-                    classes = np.stack([sweeps.choose_classes(step, slot) for slot in own])
-                    batch = batch._replace(classes=torch.from_numpy(classes))
-                yield add_plans(batch, tokens, comm.rank, cfg)
-
-
-class Sweeps:
-    """Classes of the sampled softmax: all targets of a sequence, and the next negatives of a sweep. A sweep
-    is a cyclic order of all classes, also of the vocabulary's padding: 0, SWEEP_STEP, 2 * SWEEP_STEP, ...,
-    modulo V. Slot i is the i-th sequence of every step. Each slot has its own sweep, and goes on where its
-    last step has ended. So the classes are equal for any number of ranks. Record 92."""
-
-    def __init__(self, data, first_step: int):
-        """first_step: step in which all sweeps begin."""
-        self.data = data
-        self.first_step = first_step
-        self.positions: dict[int, tuple[int, int]] = {}  # by slot: its next step, and the sweep's offset
-
-    def choose_classes(self, step: int, slot: int):
-        """Classes (C,) of the sequence of a step in a slot, sorted. Steps of a slot must ascend. A slot
-        that a rank has not read before repeats all steps since first_step, because offsets depend on the
-        targets."""
-        data, schedule = self.data, self.data.schedule
-        vocab_size = data.cfg.padded_vocab_size
-        num_slots = max(stage.tokens_per_step // stage.seq_len for stage in schedule.stages)
-        start = (self.first_step, vocab_size * slot // num_slots)
-        next_step, offset = self.positions.get(slot, start)
-        for earlier in range(next_step, step + 1):
-            stage = schedule.stages[schedule.find_stage(earlier)[0]]
-            if stage.num_classes and slot < stage.tokens_per_step // stage.seq_len:
-                targets = data.read_tokens(data.count_sequences(earlier) + slot)[1:]
-                classes, offset = choose_classes(targets, stage.num_classes, vocab_size, offset)
-        self.positions[slot] = (step + 1, offset)
-        return classes
-
-
-def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int):
-    """Classes of one sequence, sorted: its targets, and negatives from a sweep that starts at offset. It
-    draws 1.7 times the missing number plus 256, as published, because some of them are targets. If it still
-    draws too few, the negatives are evenly spaced. Returns (classes (C,), new offset)."""
-    is_chosen = np.zeros(vocab_size, dtype=bool)
-    is_chosen[targets] = True
-    num_missing = num_classes - np.count_nonzero(is_chosen)
-    if num_missing < 0:
-        raise RunError(f"a packed sequence has {is_chosen.sum()} distinct targets, but its stage has "
-                       f"num_classes={num_classes}: give a larger one, or a shorter seq_len, in --stages")
-    if num_missing:
-        num_drawn = min(vocab_size, int(1.7 * num_missing) + 256)
-        drawn = SWEEP_STEP * (offset + np.arange(num_drawn, dtype=np.int64)) % vocab_size
-        offset = (offset + num_drawn) % vocab_size
-        negatives = drawn[~is_chosen[drawn]]
-        if len(negatives) < num_missing:
-            negatives = np.flatnonzero(~is_chosen)
-            negatives = negatives[:: max(1, len(negatives) // num_missing)]
-        is_chosen[negatives[:num_missing]] = True
-    return np.flatnonzero(is_chosen), offset
-
-
-def make_batch(tokens: np.ndarray, bos: int, max_attention_len: int = 0):
-    """Packed sequences (sequences, 1 + seq_len) of any integer dtype -> one Batch on the CPU. Attention
-    stays within a document of a sequence, and with max_attention_len within a piece of it."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:].ravel()
-    is_start = inputs == bos
-    is_start[:, 0] = True
-    is_start = is_start.ravel()
-    if max_attention_len:
-        starts = np.flatnonzero(is_start).tolist()
-        for start, end in itertools.pairwise([*starts, len(is_start)]):
-            is_start[start:end:max_attention_len] = True
-    doc_ids = is_start.cumsum(dtype=np.int32)  # (T,) over all sequences
-    inputs = inputs.ravel().astype(np.int32)
-    return Batch(*map(torch.from_numpy, (inputs, targets.astype(np.int64), doc_ids)))
-
-
-class ValData:
-    """The first val_tokens validation tokens in sequences of val_seq_len, without max_doc_len."""
-
-    def __init__(self, cfg):
-        self.cfg = cfg
-        num_sequences = cfg.val_tokens // cfg.val_seq_len
-        size = find_divisor(num_sequences, cfg.micro_batch_tokens // cfg.val_seq_len)
-        self.batch_tokens = size * cfg.val_seq_len
-        self.num_batches = num_sequences // size
-        self.shards = [open_shard(path, cfg.vocab_size) for path in find_shards(cfg.val_files, "val_files")]
-        self.bos = self.shards[0].bos  # BOS token, equal in all shards
-        missing = cfg.val_tokens + 1  # the tokens, and the last target
-        parts = []
-        for shard in self.shards:
-            parts.append(shard.tokens[:missing])  # slices read no more of a file than they need
-            missing -= len(parts[-1])
-        self.tokens = np.concatenate(parts)
-        if missing:
-            raise RunError(f"--val_files={cfg.val_files} is {missing} tokens too short for --val_tokens="
-                           f"{cfg.val_tokens} and one more target: lower --val_tokens, and --val_seq_len="
-                           f"{cfg.val_seq_len}, which divides it", 2)
-
-    def read_batch(self, index: int):
-        """Sequences (sequences, val_seq_len + 1), uint16."""
-        first, size = index * self.batch_tokens, self.cfg.val_seq_len
-        starts = range(first, first + self.batch_tokens, size)
-        return np.stack([self.tokens[start : start + size + 1] for start in starts])
-
-    def batches(self, comm, num_batches: int):
-        """Yield (batch of this rank, whether it counts) of the first num_batches. Ranks get equally many."""
-        for first in range(0, num_batches, comm.world_size):
-            tokens = [self.read_batch(min(first + rank, num_batches - 1)) for rank in range(comm.world_size)]
-            batch = make_batch(tokens[comm.rank], self.bos)
-            yield add_plans(batch, tokens, comm.rank, self.cfg), first + comm.rank < num_batches
-
-
-def read_vocabulary(cfg):
-    """Read the map from each token's bytes to its id, without <|endoftext|>."""
-    # In GPT-2's file a printable byte is its own character. The others are the characters from 256 on
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    byte_of = {chr(byte): byte for byte in printable}
-    others = sorted({*range(256)} - printable)
-    for code, byte in enumerate(others, 256):
-        byte_of[chr(code)] = byte
-    try:
-        ids = json.loads(Path(cfg.vocab_file).read_text())
-        return {bytes(byte_of[char] for char in text): index for text, index in ids.items()
-                if text != "<|endoftext|>" and index < cfg.vocab_size}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RunError(f"--vocab_file={cfg.vocab_file} is no map from tokens to ids ({error!r}): python "
-                       "data/cached_fineweb10B.py gets one. --without=prefix_weight needs none", 2) from None
-
-
-def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int):
-    """Return (V,): for each token, the id of the longest other token that is its prefix, or -1. Visits
-    tokens in sorted order, with a stack of the prefixes of the current token. Source: 2026-07-13."""
-    prefixes = np.full(vocab_size, -1)
-    stack = []
-    for text in sorted(filter(None, ids)):
-        while stack and not text.startswith(stack[-1]):
-            stack.pop()
-        if stack:
-            prefixes[ids[text]] = ids[stack[-1]]
-        stack.append(text)
-    return torch.from_numpy(prefixes)
-
-
-def prefetch(batches: Iterator[Batch], device):
-    """Yield batches on the device. For a GPU a thread builds and pins them in advance. On a CPU OpenMP would
-    give the thread its own team: four threads on two cores, and training waits for those that sleep."""
-    def build():
-        torch.cuda.set_device(device)  # a new thread uses device 0, so pinning would allocate there
-        return tree_map_only(Tensor, pin, next(batches, None))
-
-    if device.type != "cuda":
-        yield from batches
-        return
-    with ThreadPoolExecutor(1, "prefetch") as executor:
-        pending = deque(executor.submit(build) for _ in range(PREFETCHED))
-        while batch := pending.popleft().result():
-            pending.append(executor.submit(build))
-            yield move_batch(batch, device)
-
-
-def move_batch(batch, device):
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+# ==== TABLES ===============================================================================================
+# The rows of value and n-gram embeddings are divided among the ranks. The data thread finds the distinct
+# rows that each rank reads in a micro-batch, and their order. Forward fetches them from their owners. What
+# the tokens read is a leaf of autograd. Its hook sums the gradients of equal rows, and sends them back. So
+# no row numbers are sent, and neither counts nor sums depend on the order of arrival.
+
+class RowPlan(typing.NamedTuple):
+    """The rows of a table that all ranks read in a micro-batch, as this rank sees them."""
+
+    places: Tensor  # (T,) of this rank's reads among the distinct rows that it reads
+    order: Tensor  # (T,) its reads in the order of their places
+    wanted: Tensor  # (n,) rows of this rank's part that ranks read, distinct for each reader, by reader
+    sent: tuple[int, ...]  # number of wanted rows by reader
+    received: tuple[int, ...]  # number of distinct rows that this rank reads, by owner
+
+
+def plan_rows(reads: list[np.ndarray], rank: int, num_rows: int):
+    """reads: the rows (T,) that each rank reads, of a table (num_rows, D)."""
+    size = -(-num_rows // len(reads))
+    distinct, places, order = find_distinct(reads[rank])
+    by_owner = np.split(distinct, np.searchsorted(distinct, size * np.arange(1, len(reads))))
+    wanted = []
+    for reader, rows in enumerate(reads):
+        owned = by_owner[rank]
+        if reader != rank:
+            owned, *_ = find_distinct(rows.compress(rows // size == rank))  # faster than rows[...]
+        wanted.append(owned)
+    wanted_rows = np.concatenate(wanted) - rank * size
+    return RowPlan(*map(torch.from_numpy, (places, order, wanted_rows)), tuple(map(len, wanted)),
+                   tuple(map(len, by_owner)))
+
+
+def find_distinct(rows):
+    """Returns (distinct rows in ascending order, place of each row among them, order that sorts `rows`)."""
+    keys = np.sort((rows.astype(np.int64) << 32) + np.arange(len(rows)))  # faster than argsort()
+    ordered = keys >> 32
+    order = keys & 0xFFFFFFFF
+    is_new = np.diff(ordered, prepend=-1) > 0
+    places = np.empty_like(keys)
+    places[order] = is_new.cumsum() - 1
+    return ordered.compress(is_new), places, order
+
+
+def add_plans(batch, tokens: list[np.ndarray], rank: int, cfg):
+    """Add the plans of the tables. tokens: the sequences (sequences, seq_len + 1) of each rank."""
+    inputs = [x[:, :-1].astype(np.int32).ravel() for x in tokens]
+    if any(spec.value_embed is not None for spec in cfg.layers):
+        batch = batch._replace(token_plan=plan_rows(inputs, rank, cfg.padded_vocab_size))
+    if not cfg.ngram_rows:
+        return batch
+    order = cfg.ngram_order
+    is_start = np.arange(len(inputs[0])) % (tokens[0].shape[1] - 1) == 0
+    rows = [np.concatenate(hash_ngrams(x, is_start, cfg.ngram_rows, order)) for x in inputs]
+    sign_rows = torch.from_numpy(np.stack(hash_signs(inputs[rank], is_start, order)))
+    return batch._replace(ngram_plan=plan_rows(rows, rank, cfg.ngram_rows), sign_rows=sign_rows)
+
+
+def make_ngram_table(cfg, rt):
+    """Zeros for this rank's rows of the n-gram embedding, if only rows with a gradient are updated."""
+    if not cfg.ngram_rows or not RULES[cfg.groups["ngram"].rule].row_state:
+        return None
+    num_rows = -(-cfg.ngram_rows // rt.world_size) + 1  # and one of padding
+    return torch.zeros(num_rows, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype), device=rt.device)
+
+
+class Table(Bucket):
+    """A table whose rows (R, D) are divided among the ranks. With a rule that has state per row, an update
+    visits only rows with a gradient. The last row of the shard is then padding. Source: record 92."""
+
+    ROWS_AT_ONCE = 2**17  # largest number of rows in one call of the update rule
+    CHECKED_ROWS = 128  # rows that all ranks compare
+
+    def store(self, cfg, rt):
+        """The parameter becomes this rank's rows."""
+        ((name, param),) = self.params.items()
+        comm = self.comm
+        self.is_sparse = bool(self.rule.row_state)
+        self.num_rows = cfg.ngram_rows if name == "ngram" else len(param)
+        size = -(-self.num_rows // comm.world_size)
+        if name != "ngram" or not self.is_sparse:  # else GPT has only this rank's rows
+            param.data = param.data[comm.rank * size :][:size].clone()
+        self.values = self.shard = param.data
+        self.unit, self.first_row = param.shape[1:], comm.rank * size
+        self.has_kernel = rt.use_compile and rt.device.type == "cuda" and cfg.fast != ("off",)
+        self.is_dry = False  # updates change nothing, for the warm-up
+        self.pieces: list[tuple[Tensor, Tensor]] = []  # rows (n,) and gradients (n, D)
+        self.arriving: list[tuple[RowPlan, Tensor, dist.Work | None]] = []
+        self.total = self.grad = None if self.is_sparse else torch.zeros_like(self.shard)
+
+    def sum_rows(self, grad, places, order, num_rows: int):
+        sum_equal = launch_row_sums if self.has_kernel else sum_rows
+        return sum_equal(grad, places, order, num_rows)
+
+    def start_reading(self, plan):
+        """Fetch the rows of a micro-batch. Returns a function that waits for them, and reads them."""
+        rows, work = self.comm.all_to_all(F.embedding(plan.wanted, self.shard), plan.sent, plan.received)
+
+        def read():
+            if work is not None:
+                work.wait()
+            leaf = F.embedding(plan.places, rows)  # (T, D)
+            if torch.is_grad_enabled():
+                leaf.requires_grad_().register_post_accumulate_grad_hook(functools.partial(self.add, plan))
+            return leaf
+        return read
+
+    def add(self, plan, leaf):
+        """Sum the gradients of equal rows, and send them to the owners of the rows."""
+        self.collect()  # of earlier micro-batches, so that memory is bounded
+        grad = self.sum_rows(leaf.grad, plan.places, plan.order, sum(plan.received))
+        leaf.grad = None
+        self.arriving.append((plan, *self.comm.all_to_all(grad, plan.received, plan.sent)))
+
+    def start_reduce(self):
+        """The hooks of the leaves have sent the gradients."""
+
+    def collect(self):
+        """Add the gradients that arrive, by micro-batch and sender."""
+        for plan, grad, work in self.arriving:
+            if work is not None:
+                work.wait()
+            self.pieces += zip(plan.wanted.split(plan.sent), grad.split(plan.sent))
+        self.arriving = []
+        if not self.is_sparse:
+            for rows, grad in self.pieces:
+                self.total[rows] += grad  # index_add_() is six times slower
+            self.pieces = []
+
+    def wait_for_gradient(self):
+        """Sum the gradients of equal rows. Other places of a row become padding: no size depends on data."""
+        self.collect()
+        if not self.is_sparse:
+            return
+        self.rows, self.grad = self.pieces[0]  # distinct rows
+        if len(self.pieces) > 1:
+            rows, grads = map(torch.cat, zip(*self.pieces))
+            ordered, order = rows.sort(stable=True)
+            first = torch.searchsorted(ordered, ordered)  # place of the first equal row
+            places = torch.empty_like(order).scatter_(0, order, first)
+            self.rows = torch.full_like(ordered, len(self.shard) - 1).scatter_(0, first, ordered)
+            self.grad = self.sum_rows(grads, places, order, len(rows))
+
+    def update(self, calls: Calls):
+        """Update all rows, or those that have a finite gradient. Clear the gradients."""
+        if not self.is_sparse:
+            super().update(calls)
+            return
+        for part, grad in self.split_rows():
+            new, state = self.read_rows(part)
+            calls.rules[self.group.rule](new, grad, state, self.hyper, self.options)  # changes them in place
+            if not self.is_dry:
+                self.shard[part] = new
+                for key, values in state.items():
+                    self.state[key][part] = values
+        self.clear()
+
+    def split_rows(self):
+        """Rows and gradients of an update in parts. Their size is a power of 2: few shapes compile."""
+        num_rows = len(self.rows)
+        size = min(self.ROWS_AT_ONCE, 1 << (num_rows - 1).bit_length())
+        padding = -num_rows % size
+        rows = F.pad(self.rows, (0, padding), value=len(self.shard) - 1)
+        grad = F.pad(self.grad, (0, 0, 0, padding))
+        return zip(rows.split(size), grad.split(size))
+
+    def read_rows(self, rows):
+        """Copies of these rows (n, D) and of their state."""
+        return self.shard[rows], {key: tensor[rows] for key, tensor in self.state.items()}
+
+    def compute_update(self, calls: Calls):
+        if not self.is_sparse:
+            return super().compute_update(calls)
+        rows, grad = next(self.split_rows())
+        new, state = self.read_rows(rows)
+        calls.rules[self.group.rule](new, grad, state, self.hyper, self.options)
+        return {"values": new - self.shard[rows], **state}
+
+    def start_gather(self):
+        """Forward fetches the rows that it needs."""
+
+    def sum_bits(self):
+        """Checksum () of rows that every rank reads from their owners, int64."""
+        rows = np.linspace(0, self.num_rows - 1, self.CHECKED_ROWS).astype(np.int64)
+        plan = plan_rows([rows] * self.comm.world_size, self.comm.rank, self.num_rows)
+        read = self.start_reading(move_batch(plan, self.shard.device))
+        return read().view(torch.int16).sum(dtype=torch.int64)
+
+    def gather(self):
+        """The whole table (R, D), on the CPU."""
+        ((_, _, owned),) = self.owned()
+        return torch.cat(self.comm.gather_objects(self.shard[owned].cpu()))
+
+    def clear(self):
+        self.pieces = []
+        self.arriving = []
+        if self.is_sparse:
+            self.rows = self.grad = None  # they can be gigabytes
+        else:
+            self.total.zero_()
+
+    def owned(self):
+        num_rows = min(len(self.shard) - self.is_sparse, self.num_rows - self.first_row)
+        yield self.name, self.first_row, slice(0, max(0, num_rows))
+
+    def count_units(self, _name: str):
+        return self.num_rows
+
+
+def sum_rows(grad, places, _order, num_rows: int):
+    """Sum the gradients (T, D) of equal places (T,) -> (num_rows, D), in float32."""
+    wide = grad.to(at_least_fp32(grad))
+    return torch.ops.aten.embedding_dense_backward(wide, places, num_rows, -1, False).type_as(grad)
 
 # ==== TRAINING =============================================================================================
 
@@ -3530,6 +3743,16 @@ def launch_relu2_matmul(x: Scaled, w: Scaled, out_scale, _dtype, hidden: Scaled 
         out_t = out.T
     return Scaled(out, out_scale), Scaled(out_t, out_scale), amax
 
+
+def launch_row_sums(grad, places, order, num_rows: int):
+    """sum_rows() by one kernel without a sort, in a fixed order. order (T,) sorts the places."""
+    starts = torch.searchsorted(places[order], torch.arange(num_rows + 1, device=grad.device))
+    width = grad.size(1)
+    sums = grad.new_empty(num_rows, width)
+    block = min(128, width & -width)  # it divides the width
+    row_sums_kernel[num_rows, width // block](grad, order, starts, sums, width, block, 16, num_warps=1)
+    return sums
+
 # ==== TRITON KERNELS =======================================================================================
 # Each program computes one tile or one row. Sums are in float32. Tests run them by Triton's interpreter.
 
@@ -3732,229 +3955,6 @@ if triton is not None:
         tl.store(out_ptr + here, total)
         if LIMIT > 0:
             tl.store(out_t_ptr + columns.to(tl.int64)[:, None] * ROWS + rows[None, :], total.T)
-
-# ==== TABLES ===============================================================================================
-# The rows of value and n-gram embeddings are divided among the ranks. The data thread finds the distinct
-# rows that each rank reads in a micro-batch, and their order. Forward fetches them from their owners. What
-# the tokens read is a leaf of autograd. Its hook sums the gradients of equal rows, and sends them back. So
-# no row numbers are sent, and neither counts nor sums depend on the order of arrival.
-
-class RowPlan(typing.NamedTuple):
-    """The rows of a table that all ranks read in a micro-batch, as this rank sees them."""
-
-    places: Tensor  # (T,) of this rank's reads among the distinct rows that it reads
-    order: Tensor  # (T,) its reads in the order of their places
-    wanted: Tensor  # (n,) rows of this rank's part that ranks read, distinct for each reader, by reader
-    sent: tuple[int, ...]  # number of wanted rows by reader
-    received: tuple[int, ...]  # number of distinct rows that this rank reads, by owner
-
-
-def plan_rows(reads: list[np.ndarray], rank: int, num_rows: int):
-    """reads: the rows (T,) that each rank reads, of a table (num_rows, D)."""
-    size = -(-num_rows // len(reads))
-    distinct, places, order = find_distinct(reads[rank])
-    by_owner = np.split(distinct, np.searchsorted(distinct, size * np.arange(1, len(reads))))
-    wanted = []
-    for reader, rows in enumerate(reads):
-        owned = by_owner[rank]
-        if reader != rank:
-            owned, *_ = find_distinct(rows.compress(rows // size == rank))  # faster than rows[...]
-        wanted.append(owned)
-    wanted_rows = np.concatenate(wanted) - rank * size
-    return RowPlan(*map(torch.from_numpy, (places, order, wanted_rows)), tuple(map(len, wanted)),
-                   tuple(map(len, by_owner)))
-
-
-def find_distinct(rows):
-    """Returns (distinct rows in ascending order, place of each row among them, order that sorts `rows`)."""
-    keys = np.sort((rows.astype(np.int64) << 32) + np.arange(len(rows)))  # faster than argsort()
-    ordered = keys >> 32
-    order = keys & 0xFFFFFFFF
-    is_new = np.diff(ordered, prepend=-1) > 0
-    places = np.empty_like(keys)
-    places[order] = is_new.cumsum() - 1
-    return ordered.compress(is_new), places, order
-
-
-def add_plans(batch, tokens: list[np.ndarray], rank: int, cfg):
-    """Add the plans of the tables. tokens: the sequences (sequences, seq_len + 1) of each rank."""
-    inputs = [x[:, :-1].astype(np.int32).ravel() for x in tokens]
-    if any(spec.value_embed is not None for spec in cfg.layers):
-        batch = batch._replace(token_plan=plan_rows(inputs, rank, cfg.padded_vocab_size))
-    if not cfg.ngram_rows:
-        return batch
-    order = cfg.ngram_order
-    is_start = np.arange(len(inputs[0])) % (tokens[0].shape[1] - 1) == 0
-    rows = [np.concatenate(hash_ngrams(x, is_start, cfg.ngram_rows, order)) for x in inputs]
-    sign_rows = torch.from_numpy(np.stack(hash_signs(inputs[rank], is_start, order)))
-    return batch._replace(ngram_plan=plan_rows(rows, rank, cfg.ngram_rows), sign_rows=sign_rows)
-
-
-def make_ngram_table(cfg, rt):
-    """Zeros for this rank's rows of the n-gram embedding, if only rows with a gradient are updated."""
-    if not cfg.ngram_rows or not RULES[cfg.groups["ngram"].rule].row_state:
-        return None
-    num_rows = -(-cfg.ngram_rows // rt.world_size) + 1  # and one of padding
-    return torch.zeros(num_rows, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype), device=rt.device)
-
-
-class Table(Bucket):
-    """A table whose rows (R, D) are divided among the ranks. With a rule that has state per row, an update
-    visits only rows with a gradient. The last row of the shard is then padding. Source: record 92."""
-
-    ROWS_AT_ONCE = 2**17  # largest number of rows in one call of the update rule
-    CHECKED_ROWS = 128  # rows that all ranks compare
-
-    def store(self, cfg, rt):
-        """The parameter becomes this rank's rows."""
-        ((name, param),) = self.params.items()
-        comm = self.comm
-        self.is_sparse = bool(self.rule.row_state)
-        self.num_rows = cfg.ngram_rows if name == "ngram" else len(param)
-        size = -(-self.num_rows // comm.world_size)
-        if name != "ngram" or not self.is_sparse:  # else GPT has only this rank's rows
-            param.data = param.data[comm.rank * size :][:size].clone()
-        self.values = self.shard = param.data
-        self.unit, self.first_row = param.shape[1:], comm.rank * size
-        self.has_kernel = rt.use_compile and rt.device.type == "cuda" and cfg.fast != ("off",)
-        self.is_dry = False  # updates change nothing, for the warm-up
-        self.pieces: list[tuple[Tensor, Tensor]] = []  # rows (n,) and gradients (n, D)
-        self.arriving: list[tuple[RowPlan, Tensor, dist.Work | None]] = []
-        self.total = self.grad = None if self.is_sparse else torch.zeros_like(self.shard)
-
-    def sum_rows(self, grad, places, order, num_rows: int):
-        sum_equal = launch_row_sums if self.has_kernel else sum_rows
-        return sum_equal(grad, places, order, num_rows)
-
-    def start_reading(self, plan):
-        """Fetch the rows of a micro-batch. Returns a function that waits for them, and reads them."""
-        rows, work = self.comm.all_to_all(F.embedding(plan.wanted, self.shard), plan.sent, plan.received)
-
-        def read():
-            if work is not None:
-                work.wait()
-            leaf = F.embedding(plan.places, rows)  # (T, D)
-            if torch.is_grad_enabled():
-                leaf.requires_grad_().register_post_accumulate_grad_hook(functools.partial(self.add, plan))
-            return leaf
-        return read
-
-    def add(self, plan, leaf):
-        """Sum the gradients of equal rows, and send them to the owners of the rows."""
-        self.collect()  # of earlier micro-batches, so that memory is bounded
-        grad = self.sum_rows(leaf.grad, plan.places, plan.order, sum(plan.received))
-        leaf.grad = None
-        self.arriving.append((plan, *self.comm.all_to_all(grad, plan.received, plan.sent)))
-
-    def start_reduce(self):
-        """The hooks of the leaves have sent the gradients."""
-
-    def collect(self):
-        """Add the gradients that arrive, by micro-batch and sender."""
-        for plan, grad, work in self.arriving:
-            if work is not None:
-                work.wait()
-            self.pieces += zip(plan.wanted.split(plan.sent), grad.split(plan.sent))
-        self.arriving = []
-        if not self.is_sparse:
-            for rows, grad in self.pieces:
-                self.total[rows] += grad  # index_add_() is six times slower
-            self.pieces = []
-
-    def wait_for_gradient(self):
-        """Sum the gradients of equal rows. Other places of a row become padding: no size depends on data."""
-        self.collect()
-        if not self.is_sparse:
-            return
-        self.rows, self.grad = self.pieces[0]  # distinct rows
-        if len(self.pieces) > 1:
-            rows, grads = map(torch.cat, zip(*self.pieces))
-            ordered, order = rows.sort(stable=True)
-            first = torch.searchsorted(ordered, ordered)  # place of the first equal row
-            places = torch.empty_like(order).scatter_(0, order, first)
-            self.rows = torch.full_like(ordered, len(self.shard) - 1).scatter_(0, first, ordered)
-            self.grad = self.sum_rows(grads, places, order, len(rows))
-
-    def update(self, calls: Calls):
-        """Update all rows, or those that have a finite gradient. Clear the gradients."""
-        if not self.is_sparse:
-            super().update(calls)
-            return
-        for part, grad in self.split_rows():
-            new, state = self.read_rows(part)
-            calls.rules[self.group.rule](new, grad, state, self.hyper, self.options)  # changes them in place
-            if not self.is_dry:
-                self.shard[part] = new
-                for key, values in state.items():
-                    self.state[key][part] = values
-        self.clear()
-
-    def split_rows(self):
-        """Rows and gradients of an update in parts. Their size is a power of 2: few shapes compile."""
-        num_rows = len(self.rows)
-        size = min(self.ROWS_AT_ONCE, 1 << (num_rows - 1).bit_length())
-        padding = -num_rows % size
-        rows = F.pad(self.rows, (0, padding), value=len(self.shard) - 1)
-        grad = F.pad(self.grad, (0, 0, 0, padding))
-        return zip(rows.split(size), grad.split(size))
-
-    def read_rows(self, rows):
-        """Copies of these rows (n, D) and of their state."""
-        return self.shard[rows], {key: tensor[rows] for key, tensor in self.state.items()}
-
-    def compute_update(self, calls: Calls):
-        if not self.is_sparse:
-            return super().compute_update(calls)
-        rows, grad = next(self.split_rows())
-        new, state = self.read_rows(rows)
-        calls.rules[self.group.rule](new, grad, state, self.hyper, self.options)
-        return {"values": new - self.shard[rows], **state}
-
-    def start_gather(self):
-        """Forward fetches the rows that it needs."""
-
-    def sum_bits(self):
-        """Checksum () of rows that every rank reads from their owners, int64."""
-        rows = np.linspace(0, self.num_rows - 1, self.CHECKED_ROWS).astype(np.int64)
-        plan = plan_rows([rows] * self.comm.world_size, self.comm.rank, self.num_rows)
-        read = self.start_reading(move_batch(plan, self.shard.device))
-        return read().view(torch.int16).sum(dtype=torch.int64)
-
-    def gather(self):
-        """The whole table (R, D), on the CPU."""
-        ((_, _, owned),) = self.owned()
-        return torch.cat(self.comm.gather_objects(self.shard[owned].cpu()))
-
-    def clear(self):
-        self.pieces = []
-        self.arriving = []
-        if self.is_sparse:
-            self.rows = self.grad = None  # they can be gigabytes
-        else:
-            self.total.zero_()
-
-    def owned(self):
-        num_rows = min(len(self.shard) - self.is_sparse, self.num_rows - self.first_row)
-        yield self.name, self.first_row, slice(0, max(0, num_rows))
-
-    def count_units(self, _name: str):
-        return self.num_rows
-
-
-def sum_rows(grad, places, _order, num_rows: int):
-    """Sum the gradients (T, D) of equal places (T,) -> (num_rows, D), in float32."""
-    wide = grad.to(at_least_fp32(grad))
-    return torch.ops.aten.embedding_dense_backward(wide, places, num_rows, -1, False).type_as(grad)
-
-
-def launch_row_sums(grad, places, order, num_rows: int):
-    """sum_rows() by one kernel without a sort, in a fixed order. order (T,) sorts the places."""
-    starts = torch.searchsorted(places[order], torch.arange(num_rows + 1, device=grad.device))
-    width = grad.size(1)
-    sums = grad.new_empty(num_rows, width)
-    block = min(128, width & -width)  # it divides the width
-    row_sums_kernel[num_rows, width // block](grad, order, starts, sums, width, block, 16, num_warps=1)
-    return sums
 
 # ############################## PART THREE: INFRASTRUCTURE #################################################
 
