@@ -2,7 +2,7 @@
 """Train a GPT-2-class language model to a target loss in the least wall-clock time. One file, any machine.
 
 Launch
-    python train_gpt.py                                            # CUDA: track_1. CPU: laptop
+    python train_gpt.py                                            # CUDA: record_32. CPU: laptop
     torchrun --standalone --nproc_per_node=8 train_gpt.py          # the record setting (or ./run.sh)
     python train_gpt.py --preset=laptop --record=my_idea --seed=1  # leaves a folder in records/
     python train_gpt.py --checkpoint_every=250 --resume=auto       # continues after an interruption
@@ -84,10 +84,10 @@ except ImportError:  # CPU builds of PyTorch
 # ############################## PART ONE: THE RECIPE #######################################################
 
 # ==== CONFIG ===============================================================================================
-# Every option has one entry: name, default, meaning, range. The defaults are preset track_1, which is record
-# 32. Every other preset lists only its changes to a parent preset. Layers, stages and parameter groups are
-# rows of data, so the code has no special case for a middle layer. To add an option, add it here. The
-# command line, its help, its checks and --without follow from it. Groups have options like --matrix_rule.
+# Every option has one entry: name, default, meaning, range. The defaults are preset record_32. Every other
+# preset lists only its changes to a parent preset. Layers, stages and parameter groups are rows of data, so
+# the code has no special case for a middle layer. To add an option, add it here. The command line, its
+# help, its checks and --without follow from it. Groups have options like --matrix_rule.
 
 AUTO = ("auto", "on", "off")
 
@@ -177,7 +177,7 @@ class Group:
         return late_step // self.every + num_steps // self.late_every - late_step // self.late_every
 
 
-TRACK_1_GROUPS = dict(
+RECORD_32_GROUPS = dict(
     matrix=Group(rule="muon", lr=0.05, betas=(0.9, 0.95)),  # blocks' matrices. lr: spectral norm of updates
     embed=Group(lr=0.6),
     value_embed=Group(lr=0.6),
@@ -194,7 +194,7 @@ TRACK_1_GROUPS = dict(
 @dataclass(frozen=True)
 class Config:
     # Data, budget, devices and output
-    preset: str = option("auto", "a name, or a .json file of a preset or result. auto: track_1 or laptop")
+    preset: str = option("auto", "a name, or a .json file of a preset or result. auto: record_32 or laptop")
     without: tuple[str, ...] = option((), "parts to leave out. --print_config lists them, in derived")
     track: str = option("track_1", "folder under records/ for comparable runs")
     record: str = option("", "name of a record run. Its script, log and result go to records/")
@@ -310,7 +310,7 @@ class Config:
     matrix_cooldown_frac: float = option(-1.0, "cooldown_frac of matrices. -1: cooldown_frac", -1.0, 1.0,
                                          off=-1.0)
     final_lr_frac: float = option(0.1, "final learning rate divided by the group's lr", 0.0, 1.0)
-    groups: dict[str, Group] = option(TRACK_1_GROUPS, "fields of parameter groups as JSON, or a .json file")
+    groups: dict[str, Group] = option(RECORD_32_GROUPS, "fields of parameter groups, JSON or a .json file")
 
     @property
     def has_output_gain(self):
@@ -395,7 +395,7 @@ def build_laptop_layers(num_layers):
     return tuple(layers)
 
 
-FRONTIER_LAYERS = (  # record 92, 2026-08-30
+RECORD_92_LAYERS = (  # record 92, 2026-08-30
     LayerSpec(attention="short", gates_from=0, paired=True),
     LayerSpec(attention="short", gates_from=0, v_dim=64, value_embed=0, xsa=True),
     LayerSpec(attention="short", gates_from=0, value_embed=1, paired=True, ngram=False),
@@ -413,7 +413,7 @@ FRONTIER_LAYERS = (  # record 92, 2026-08-30
               mudd_out=("x_in", "h7", "h9", "ve0", "h3", "ve1", "ve3", "ve2", "mlp_in", "attn_in")),
 )
 
-FRONTIER_STAGES = (  # durations 1 to 5 add up to scheduled_steps + 1. The extension cuts the last step
+RECORD_92_STAGES = (  # durations 1 to 5 add up to scheduled_steps + 1. The extension cuts the last step
     Stage(duration=320, window_long=384, window_short=128, tokens_per_step=131_072, max_doc_len=896,
           seq_len=16_384, loss_weights=((1, 1), (0.5, 0.5), (0.25, 0)), prefix_weight=(0.25,),
           num_classes=10_240),
@@ -429,7 +429,7 @@ FRONTIER_STAGES = (  # durations 1 to 5 add up to scheduled_steps + 1. The exten
 
 # The embedding is tied to head.weight until step 1175, and group head trains it. every=2: updates in steps
 # 1, 3, 5, ..., with the gradients of two steps. As published, lr * weight_decay contains the lr twice
-FRONTIER_GROUPS = dict(
+RECORD_92_GROUPS = dict(
     matrix=Group(rule="anvil", lr=0.023, betas=(0.9, 0.9), weight_decay=0.023 * 2.25),
     embed=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # once untied
     head=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # and tied embedding
@@ -447,23 +447,23 @@ EMBEDDED_CORPUS = "data/torch_source"  # run.sh makes it from the installed PyTo
 
 # name: (parent, description, differences). Rows of groups replace the parent's. More: records/presets/
 PRESETS: dict[str, tuple[str | None, str, dict]] = {
-    "track_1": (None, "record 32: 271 M parameters, FineWeb, loss 3.28 on 8xH100", {}),
-    "frontier": ("track_1", "record 92, of 2026-08-30: the fastest recipe", dict(
-        num_layers=11, layers=FRONTIER_LAYERS, mlp_ratio=11 / 3, attention_gate_dim=0,
+    "record_32": (None, "record 32: 271 M parameters, FineWeb, loss 3.28 on 8xH100", {}),
+    "record_92": ("record_32", "record 92, of 2026-08-30: the fastest recipe", dict(
+        num_layers=11, layers=RECORD_92_LAYERS, mlp_ratio=11 / 3, attention_gate_dim=0,
         value_gate_dim=12, qk_group_heads=2, yarn_max_window=1664,
         attention_scale=(0.085, 0.13), short_qk_dim=64, x0_mix="after_attention", residual_init=1.1**0.5,
         smear=True, ngram_rows=84_602_880, ngram_order=3, mudd_groups=12, zero_init="mlp",
         # untie_frac: step 1174, as 1 would mean never. The head's next update is in step 1175
         tie_head=True, untie_frac=1173.5 / 1174, embed_std=(0.005, 0.01), softcap=(23.0, 5.0, 7.5),
         fp8_parts=("head", "logits", "mlp", "qkv"), fp8_head_amax=2.0, matrix_dtype="bfloat16",
-        groups=FRONTIER_GROUPS, late_start=336 / 1174, state_dtype="float32", adam_eps=1e-10,
+        groups=RECORD_92_GROUPS, late_start=336 / 1174, state_dtype="float32", adam_eps=1e-10,
         orthogonalize="six_maps", slow_momentum_start=514 / 1174, averages=True, decay="cautious",
         decay_schedule="lr", mlp_lr_mul=((11 / 3) ** 0.5, 2 * (11 / 3) ** 0.5),
         momentum=(0.85, 0.93), momentum_warmup_steps=240, momentum_cooldown_steps=50,
         cooldown_frac=940 / 1174, final_lr_frac=0.3, num_iterations=1194, extension_steps=20,
-        stages=FRONTIER_STAGES, max_doc_len=3072, max_attention_len=2560, val_loss_every=0,
+        stages=RECORD_92_STAGES, max_doc_len=3072, max_attention_len=2560, val_loss_every=0,
         val_windows=(2560, 768))),
-    "laptop": ("track_1", "the mechanisms of records 89 and 92 that pay at this size. Two CPU cores", dict(
+    "laptop": ("record_32", "the mechanisms of records 89 and 92 that pay at this size. Two CPU cores", dict(
         track="laptop", train_files=f"{EMBEDDED_CORPUS}/train_*.bin", vocab_size=257, vocab_multiple=16,
         val_files=f"{EMBEDDED_CORPUS}/val_*.bin", num_layers=2, head_dim=64, model_dim=128, mlp_ratio=2.0,
         layer_pattern="laptop", attention_gate_dim=0, equal_qk_init=True, ngram_rows=163_840, ngram_order=6,
@@ -490,7 +490,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
             head=Group(lr=0.012, betas=(0.5, 0.999)),
             value_embed=Group(lr=0.3, betas=(0.75, 0.999)),
             ngram=Group(rule="row_adam", lr=0.5, betas=(0.0, 0.999))))),
-    "smoke": ("track_1", "record 32 in seconds on any machine, for tests", dict(
+    "smoke": ("record_32", "record 32 in seconds on any machine, for tests", dict(
         track="try", train_files=f"{EMBEDDED_CORPUS}/train_*.bin", val_files=f"{EMBEDDED_CORPUS}/val_*.bin",
         vocab_size=257, num_layers=4, num_heads=2, head_dim=32, model_dim=64, embed_dtype="float32",
         dtype="float32", num_iterations=12, tokens_per_step=2048, seq_len=512, micro_batch_tokens=1024,
@@ -4427,9 +4427,9 @@ PARTS = {
     "muon": dict(matrix_rule="adamw", matrix_lr=0.0018, matrix_betas=(0.9, 0.95), matrix_weight_decay=0.1,
                  mlp_lr_mul=(1.0, 1.0)),  # AdamW of record 2
     "row_adam": dict(groups=dict(ngram=dict(rule="adamw"))),
-    "weight_decay": dict(groups={name: dict(weight_decay=0.0) for name in TRACK_1_GROUPS}),
-    "late_every": dict(groups={name: dict(late_every=0) for name in TRACK_1_GROUPS}),
-    "adam_odd_steps": dict(groups={name: dict(every=1) for name in TRACK_1_GROUPS}),
+    "weight_decay": dict(groups={name: dict(weight_decay=0.0) for name in RECORD_32_GROUPS}),
+    "late_every": dict(groups={name: dict(late_every=0) for name in RECORD_32_GROUPS}),
+    "adam_odd_steps": dict(groups={name: dict(every=1) for name in RECORD_32_GROUPS}),
     "batch_warmup": dict(stages=dict(tokens_per_step=None, seq_len=None, lr_factor=1.0)),
     "multi_token": dict(stages=dict(loss_weights=((1, 1),))),
     "prefix_weight": dict(stages=dict(prefix_weight=())),
@@ -4450,7 +4450,7 @@ def list_parts():
     return parts
 
 
-GROUP_OPTIONS = {f"{group}_lr": (group, "lr") for group in TRACK_1_GROUPS} | {
+GROUP_OPTIONS = {f"{group}_lr": (group, "lr") for group in RECORD_32_GROUPS} | {
     f"matrix_{field}": ("matrix", field) for field in ("rule", "betas", "weight_decay")}
 get_types = functools.cache(typing.get_type_hints)
 
@@ -4538,6 +4538,9 @@ def change_options(cfg, values: dict):
     return cfg
 
 
+OLD_PRESETS = {"track_1": "record_32", "frontier": "record_92", "smoke_frontier": "smoke_92"}  # new names
+
+
 def load_preset(name: str):
     """A preset with its parents' values: of PRESETS, records/presets/NAME.json, or a .json file. The file is
     a preset, or what --print_config or a run wrote, which keeps its preset's name."""
@@ -4548,7 +4551,8 @@ def load_preset(name: str):
         places = [folder / "records/presets" / f"{name}.json" for folder in folders]
         path = next(filter(Path.is_file, [*places, Path(name)]), None)
         if path is None:
-            raise RunError(f"--preset={name} is not a preset: give {', '.join(PRESETS)}, a name in "
+            old_name = f"now named {OLD_PRESETS[name]}" if name in OLD_PRESETS else "not a preset"
+            raise RunError(f"--preset={name} is {old_name}: give {', '.join(PRESETS)}, a name in "
                            "records/presets, or a .json file", 2)
         try:
             content = json.loads(path.read_text())
@@ -4567,7 +4571,7 @@ def choose_preset(name: str, device: str | None):
     """The preset that auto means on this device."""
     if name != "auto":
         return name
-    return "track_1" if device != "cpu" and torch.cuda.is_available() else "laptop"
+    return "record_32" if device != "cpu" and torch.cuda.is_available() else "laptop"
 
 
 def make_config(values: dict):

@@ -3,7 +3,7 @@
 
     python benchmarks/gpu.py                                  # on FineWeb, or --train_files and --val_files
     python benchmarks/gpu.py --seconds=1700                   # all parts, of which half fit in nine minutes
-    python benchmarks/gpu.py --parts=frontier,tune            # only these
+    python benchmarks/gpu.py --parts=record_92,tune            # only these
     python benchmarks/gpu.py --rehearse --out=/tmp/rehearsal  # on the CPU at toy size, two minutes
 
 The parts run in order of their value. A part that needs more than the remaining seconds is skipped. Parts:
@@ -180,17 +180,17 @@ def list_parts(is_rehearsal: bool) -> dict[str, Part]:
     """All parts by name, in order of their value."""
     small = (["--seq_len=512", "--micro_batch_tokens=512"] if is_rehearsal
              else ["--seq_len=16384", "--micro_batch_tokens=16384", "--val_seq_len=16384"])
-    newest = ["--preset=smoke_frontier"] if is_rehearsal else ["--preset=frontier", "--ngram_rows=21150720"]
+    newest = ["--preset=smoke_92"] if is_rehearsal else ["--preset=record_92", "--ngram_rows=21150720"]
     plain = step.list_forms(not is_rehearsal)
     steps = "--num_steps=6" if is_rehearsal else "--num_steps=18"
     parts = dict(
         tests=Part("the tests marked gpu, six at a time", 90, run_tests, is_timed=False),
-        track_1=Part("a step of preset track_1: its time, memory and kernels", 120, time_steps(steps)),
+        record_32=Part("a step of preset record_32: its time, memory and kernels", 120, time_steps(steps)),
         train=Part("300 steps with our kernels and without: losses within 0.01", 150, train),
-        frontier=Part("a step of preset frontier", 290, time_steps(steps, *newest)),
-        kernels=Part("a step of track_1 without our kernels beside one with them", 180,
+        record_92=Part("a step of preset record_92", 290, time_steps(steps, *newest)),
+        kernels=Part("a step of record_32 without our kernels beside one with them", 180,
                      time_steps(steps, f"--compare=--fast={plain}")),
-        memory=Part("a step of track_1 in micro-batches of 16,384 tokens", 120, time_steps(steps, *small)),
+        memory=Part("a step of record_32 in micro-batches of 16,384 tokens", 120, time_steps(steps, *small)),
         tune=Part("faster options: benchmarks/tune.py in the remaining time", 120, tune))
     return {name: part._replace(least=0) for name, part in parts.items()} if is_rehearsal else parts
 
@@ -265,7 +265,7 @@ def main() -> int:
             raise RecordError("PyTorch sees no CUDA device: use --rehearse to try it on the CPU")
         args.out = args.out.absolute()
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        preset = ["--preset=smoke", "--device=cpu"] if args.rehearse else ["--preset=track_1"]
+        preset = ["--preset=smoke", "--device=cpu"] if args.rehearse else ["--preset=record_32"]
         gpt.make_config(gpt.parse_argv([*preset, *options]))  # bad options end here
         with tempfile.TemporaryDirectory() as scratch:
             day = Day(args, [*preset, *options], Path(scratch))

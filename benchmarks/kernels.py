@@ -5,7 +5,7 @@
     python benchmarks/kernels.py --only=relu2,head --num_tokens=49152   # some kernels, one size
     python benchmarks/kernels.py --variants --card=h100                 # without a GPU: registers, spills
 
-Takes the options of train_gpt.py, by default of `frontier`. --variants adds candidates that train_gpt.py
+Takes the options of train_gpt.py, by default of `record_92`. --variants adds candidates that train_gpt.py
 does not use. The limit is the longer of two times: FLOPs at the rate of a large matmul, and bytes (each
 tensor once) at the rate of a large copy. Both rates are measured first. The cache is flushed before each
 call.
@@ -554,7 +554,7 @@ def main() -> int:
     def body() -> None:
         dynamo_config.recompile_limit = 100  # a mask is a constant of its graph
         functorch_config.donated_buffer = False  # a backward runs several times
-        cfg = gpt.make_config(gpt.parse_argv(["--preset=frontier", *options]))
+        cfg = gpt.make_config(gpt.parse_argv(["--preset=record_92", *options]))
         for name in KERNELS:
             setattr(gpt, name, Recorder(getattr(gpt, name)))
         torch.manual_seed(0)

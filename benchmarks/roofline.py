@@ -10,7 +10,7 @@ written once. Gaps between kernels and overlap are ignored, and all kernels run 
 order of the parts and the ratio of two versions are useful, the milliseconds are not.
 
 The host takes --us_per_launch for each of the --launches of a micro-batch. A step takes the longer of the
-times of host and GPU. The defaults were measured with `frontier` on one H100. A replayed CUDA graph is one
+times of host and GPU. The defaults were measured with `record_92` on one H100. A replayed CUDA graph is one
 launch.
 """
 

@@ -24,7 +24,7 @@ BUS_GB_PER_S, LATENCY_MS = 350.0, 0.025
 
 
 class Host(NamedTuple):
-    """Python launches kernels and copies. The defaults were measured with `frontier` on one H100."""
+    """Python launches kernels and copies. The defaults were measured with `record_92` on one H100."""
 
     launches: int = 1106  # in a micro-batch. A replay of a CUDA graph is one
     us_per_launch: float = 41.0  # 45 ms / 1,106

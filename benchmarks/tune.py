@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Find the options that make a step faster on this machine, at equal mathematics.
 
-    ./run.sh benchmarks/tune.py                        # less than 8 minutes, on GPUs with preset track_1
+    ./run.sh benchmarks/tune.py                        # less than 8 minutes, on GPUs with preset record_32
     ./run.sh benchmarks/tune.py --preset=laptop --seconds=300 --json=tune.json
     ./run.sh benchmarks/tune.py --alternative='NPROC=2 OMP_NUM_THREADS=1' --alternative=--compile=on
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Download FineWeb shards of 100 M GPT-2 tokens each (hub dataset kjj0/fineweb10B-gpt2), and GPT-2's
-vocabulary (hub model openai-community/gpt2), which preset frontier reads.
+vocabulary (hub model openai-community/gpt2), which preset record_92 reads.
 
-    python data/cached_fineweb10B.py 10    # the validation shard and 10 training shards: enough for track_1
+    python data/cached_fineweb10B.py 10    # the validation shard and 10 training shards: all of record 32
     python data/cached_fineweb10B.py       # all 103
 
 A broken connection is resumed a few times. If the command fails, repeat it: it keeps complete files. Each
@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
             files, vocabulary = [], []
         launcher = find_launcher()
         print("train on it:", launcher, shlex.join(files))
-        print("record 92:", launcher, "--preset=frontier", shlex.join([*files, *vocabulary]))
+        print("record 92:", launcher, "--preset=record_92", shlex.join([*files, *vocabulary]))
         return 0
 
     return run_guarded(body)

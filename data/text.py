@@ -664,7 +664,7 @@ def choose_run(budget: float, step_seconds: list[float], num_steps: int) -> tupl
 
 def print_commands(out: Path, vocab_size: int, tokens: dict[str, int]) -> None:
     """Print commands that train on these shards: for a GPU, and for ten minutes and a minute here."""
-    cfg = gpt.load_preset("track_1")
+    cfg = gpt.load_preset("record_32")
     if tokens["train"] < gpt.Schedule(cfg).count_tokens():
         cfg = gpt.load_preset("quick")
     val_len = min(cfg.val_seq_len, (tokens["val"] - 1) // BLOCK * BLOCK)
@@ -683,7 +683,7 @@ def print_commands(out: Path, vocab_size: int, tokens: dict[str, int]) -> None:
         launcher = find_launcher(is_alone=cfg.preset == "quick")
         print(f"{label}: {launcher} --preset={cfg.preset} {shlex.join(words)}")
 
-    if cfg.preset == "track_1":
+    if cfg.preset == "record_32":
         show("train on it")
         return
     pass_tokens = (tokens["train"] - 1) // seq_len * seq_len

@@ -153,13 +153,13 @@ Right: median and range of the seeds of a record. Three of frontier's four block
 """
 CURVES = {  # of the picture: label, its place (seconds, loss), number and label of the published record
     "2026-11-21_ladder/target": ("AdamW of 2024", (117, 1.84), 2, "AdamW of 2024:\n{:.2g} min"),
-    "2026-11-22_frontier/record_32": ("record 32", (97, 1.18), 32, "record 32: {:.2g} min\nhere: track_1"),
+    "2026-11-22_frontier/record_32": ("record 32", (97, 1.18), 32, "record 32: {:.2g} min\nhere: record_32"),
     "2026-11-22_frontier/tables": ("with record 89's blocks", (91, 0.885), 89, ""),
-    "2026-11-28_six_grams": ("laptop now", (5, 0.93), 92, "record 92: {:.2g} min\nhere: frontier"),
+    "2026-11-28_six_grams": ("laptop now", (5, 0.93), 92, "record 92: {:.2g} min\nhere: record_92"),
 }
 BLOCK = re.compile(r"(<!-- (\w+): written by records/make_leaderboard.py -->\n)(.*?)(?=<!-- end of \2 -->)",
                    re.DOTALL)
-SHOWN_PRESETS = "track_1", "frontier", "track_2", "laptop_32", "laptop", "shakespeare", "quick"
+SHOWN_PRESETS = "record_32", "record_92", "track_2", "laptop_32", "laptop", "shakespeare", "quick"
 PRESETS_HEAD = """\
 | preset | track | layers, width | parameters | n-gram table, in rows | steps | training tokens |
 |---|---|---|---|---|---|---|

@@ -58,9 +58,9 @@ def scale_by_depth(depth: int, rule: str = "muon", tokens_per_param: float = 12.
         stages=[dict(duration=1, window_long=2048, window_short=512)], val_windows=[], seq_len=seq_len,
         micro_batch_tokens=2 * seq_len, max_doc_len=2048, tokens_per_step=batch,
         num_iterations=num_iterations, adam_eps=1e-10 * gpt.GRAD_TOKENS, vocab_size=vocab_size)}
-    parent = gpt.load_preset("track_1")
+    parent = gpt.load_preset("record_32")
     rows = {name: leave_out(row, parent.groups[name]) for name, row in groups.items()}
-    return dict(parent="track_1", options=leave_out(options, parent) | dict(
+    return dict(parent="record_32", options=leave_out(options, parent) | dict(
         groups={name: row for name, row in rows.items() if row}))
 
 
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     def body() -> None:
         preset = scale_by_depth(args.depth, args.rule, args.tokens_per_param, args.tokens_per_step,
                                 args.vocab_size)
-        gpt.check(gpt.change_options(gpt.load_preset("track_1"), preset["options"]))
+        gpt.check(gpt.change_options(gpt.load_preset("record_32"), preset["options"]))
         path = ROOT / "records/presets" / f"{args.name or f'd{args.depth}'}.json"
         rows = re.compile(r"{[^][{}]*}|\[[^][{}]*\]")  # innermost objects and lists: one line each
         text = rows.sub(lambda row: re.sub(r"\n\s*", "", re.sub(r",\n\s*", ", ", row[0])),

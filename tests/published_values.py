@@ -8,7 +8,7 @@ where a text is open. If a preset differs on purpose, the comment says so. recor
 
 Conventions: steps count from 0. Windows are in tokens: the published number of blocks times 128. A learning
 rate is lr * multiplier * factor(step). Decay is w -= (lr_now * lr_mul) * (wd_now * wd_mul) * w with lr_now =
-lr * factor. In frontier wd_now = wd * factor, since the published decay follows the square of the learning
+lr * factor. In record_92 wd_now = wd * factor, since the published decay follows the square of the learning
 rate. 0 in late_every: no late interval.
 """
 
@@ -25,7 +25,7 @@ ZERO = ("constant", 0.0)
 
 STAGES = {
     # B6: stage = int(3 * step / 1671). B12: tokens. B11 has no stage multiplier
-    "track_1": [
+    "record_32": [
         (557, 393_216, 3 * BLOCK, 1 * BLOCK, 1.0),
         (1114, 393_216, 7 * BLOCK, 3 * BLOCK, 1.0),
         (1670, 393_216, 11 * BLOCK, 5 * BLOCK, 1.0),
@@ -48,7 +48,7 @@ STAGES = {
     "laptop": [(56, 2048, 384, 32, 1.0), (111, 2048, 512, 32, 1.0), (165, 2048, 768, 32, 1.0)],
 }
 # Reading: the MuonH recipe on record 32's model, so data and windows of B. H2 has other data (nanochat)
-STAGES["muonh"] = STAGES["track_1"]
+STAGES["muonh"] = STAGES["record_32"]
 
 
 class Run(NamedTuple):
@@ -67,9 +67,9 @@ class Run(NamedTuple):
 
 RUN = {
     # B11, B12, B13, B6
-    "track_1": Run(1670, 0, 1670 * 393_216, 49_152, 2048, (13 * BLOCK, 6 * BLOCK), 10_485_760, 262_144),
+    "record_32": Run(1670, 0, 1670 * 393_216, 49_152, 2048, (13 * BLOCK, 6 * BLOCK), 10_485_760, 262_144),
     # C92.9, C92.12.1. Certified log: 1,122 + 52 + 20 steps
-    "frontier": Run(1122 + 52, 20, 328_663_040, 49_152, 3072, (20 * BLOCK, 6 * BLOCK), 10_485_760, 262_144,
+    "record_92": Run(1122 + 52, 20, 328_663_040, 49_152, 3072, (20 * BLOCK, 6 * BLOCK), 10_485_760, 262_144,
                     2560),
     # D (record 2), D7, and 4 x 65,536 validation tokens a sequence of record 3. A packed sequence has an
     # eighth of the first batch
@@ -78,7 +78,7 @@ RUN = {
     # JSON. max_attention_len = 0
     "laptop": Run(165, 0, 337_920, 1024, 1024, (1280, 32), 131_072, 8192),
 }  # fmt: skip
-RUN["muonh"] = RUN["track_1"]  # B: record 32's model
+RUN["muonh"] = RUN["record_32"]  # B: record 32's model
 
 
 class Schedule(NamedTuple):
@@ -92,7 +92,7 @@ class Schedule(NamedTuple):
 
 
 SCHEDULES = {
-    "track_1": Schedule(0.5, 0.5, 0.1, (0.85, 0.95), 300),  # B11
+    "record_32": Schedule(0.5, 0.5, 0.1, (0.85, 0.95), 300),  # B11
     "track_2": Schedule(0.7, 0.7, 0.1, (0.85, 0.95), 300),  # D7. It is silent on momentum: B11
     "muonh": Schedule(1.0, 0.3, 0.0, (0.85, 0.95), 300),  # H2: no warmup
     # JSON: cooldown_frac 0.5, final_lr_frac 0.1, matrix_cooldown_frac -1 (read: as the others). Form: B11
@@ -155,13 +155,13 @@ def scalars_32(layers, attention, values, skips):
 # silent on both. One scalar vector. Used (derived): 6 skip weights, 12 a, 12 b, s0 of 11 layers with
 # attention, s1 of 6 layers with a value embedding. B11: the gates are in the Muon group
 STD_768 = ("uniform", 0.5 * 768**-0.5)  # B4, B5, C92.2: std of the uniform start, bound sqrt(3) * std
-TRACK_1_ATTENTION = [i for i in range(12) if i != 7]
-TRACK_1_SCALARS = scalars_32(range(12), TRACK_1_ATTENTION, (0, 1, 2, 9, 10, 11), range(6, 12))
-TRACK_1_PARAMETERS = {
+RECORD_32_ATTENTION = [i for i in range(12) if i != 7]
+RECORD_32_SCALARS = scalars_32(range(12), RECORD_32_ATTENTION, (0, 1, 2, 9, 10, 11), range(6, 12))
+RECORD_32_PARAMETERS = {
     **embeddings((V, 768), BF16, 3),
-    **matrices(TRACK_1_ATTENTION, range(1, 12), 768, 3072, STD_768),
-    **of_layers(TRACK_1_ATTENTION, "attention.attention_gate_weight", (6, 12), BF16, "matrix", ZERO),
-    **TRACK_1_SCALARS,
+    **matrices(RECORD_32_ATTENTION, range(1, 12), 768, 3072, STD_768),
+    **of_layers(RECORD_32_ATTENTION, "attention.attention_gate_weight", (6, 12), BF16, "matrix", ZERO),
+    **RECORD_32_SCALARS,
 }
 
 # C92.2. Both MLP matrices are published as 2816 x 768 (hidden x 768). The shape here is this repository's
@@ -169,7 +169,7 @@ TRACK_1_PARAMETERS = {
 # C92.2 says that training is the same). The embedding is a copy of the head
 ROOT_1_1 = math.sqrt(1.1)
 STD_FC = ("uniform", 768**-0.5 / math.sqrt(3))  # generators: uniform with bound 768^-0.5
-FRONTIER_PARAMETERS = {
+RECORD_92_PARAMETERS = {
     **embeddings((V, 768), BF16, 4, ("normal", 0.005), ("normal", 0.01), ("normal", 0.005)),
     "ngram": Parameter((84_602_880, 768), BF16, "ngram", ZERO),
     **of_layers((0, 1, 2, 5, 8), "attention.qk", (6, 2 * 64, 768), BF16, "matrix", [STD_768] * 6),
@@ -232,13 +232,13 @@ TRACK_2_PARAMETERS = {
 STD_MUONH = ("uniform", 768**-0.5)
 MUONH_PARAMETERS = {
     **embeddings((V, 768), BF16, 3),
-    **matrices(TRACK_1_ATTENTION, range(1, 12), 768, 3072, STD_MUONH, STD_MUONH),
-    **of_layers(TRACK_1_ATTENTION, "attention.attention_gate_weight", (6, 12), BF16, "scalar", ZERO),
-    **of_layers(TRACK_1_ATTENTION, "attn_gain_in", (768,), FP32, "gain", ("constant", 1.0)),
-    **of_layers(TRACK_1_ATTENTION, "attn_gain_out", (768,), FP32, "gain", ZERO),
+    **matrices(RECORD_32_ATTENTION, range(1, 12), 768, 3072, STD_MUONH, STD_MUONH),
+    **of_layers(RECORD_32_ATTENTION, "attention.attention_gate_weight", (6, 12), BF16, "scalar", ZERO),
+    **of_layers(RECORD_32_ATTENTION, "attn_gain_in", (768,), FP32, "gain", ("constant", 1.0)),
+    **of_layers(RECORD_32_ATTENTION, "attn_gain_out", (768,), FP32, "gain", ZERO),
     **of_layers(range(1, 12), "mlp_gain_in", (768,), FP32, "gain", ("constant", 1.0)),
     **of_layers(range(1, 12), "mlp_gain_out", (768,), FP32, "gain", ZERO),
-    **TRACK_1_SCALARS,  # B7
+    **RECORD_32_SCALARS,  # B7
 }
 
 # JSON: model_dim 128, 2 heads of 64, mlp_ratio 2, vocab 257 padded to 272, layers, init_std 0.5 (read: times
@@ -259,7 +259,7 @@ LAPTOP_PARAMETERS = {
 }
 
 PARAMETERS = {
-    "track_1": TRACK_1_PARAMETERS, "frontier": FRONTIER_PARAMETERS, "track_2": TRACK_2_PARAMETERS,
+    "record_32": RECORD_32_PARAMETERS, "record_92": RECORD_92_PARAMETERS, "track_2": TRACK_2_PARAMETERS,
     "muonh": MUONH_PARAMETERS, "laptop": LAPTOP_PARAMETERS,
 }  # fmt: skip
 
@@ -280,14 +280,14 @@ class Group(NamedTuple):
 
 GROUPS = {
     # B11
-    "track_1": {
+    "record_32": {
         "matrix": Group(0.05, (None, None), rule="muon"), "embed": Group(0.008 * 75),
         "value_embed": Group(0.008 * 75), "head": Group(0.008), "scalar": Group(0.008 * 5),
     },
     # C92.7 (table), C92.4. Matrix: W loses (2.25 lr) eta W. Adam: wd 0.005 * mult * lr_p^2. every 2: odd
     # steps 1, 3, ... C92.4: ngram has no first moment. The README of record 92 says betas 0.75/0.95, which
     # has no effect
-    "frontier": {
+    "record_92": {
         "matrix": Group(0.023, (None, 0.9), 2.25 * 0.023, rule="anvil"),
         "embed": Group(0.008, (0.5, 0.95), 0.008 * 0.005 * 150, every=2),
         "head": Group(0.008, (0.5, 0.95), 0.008 * 0.005 * 150, every=2),
@@ -320,8 +320,8 @@ GROUPS = {
 }  # fmt: skip
 
 OPTIMIZER = {  # Adam's epsilon, polynomial, cautious decay, tied head
-    "track_1": (1e-8, "newton_schulz", False, False),  # B11, section 0 (EMA momentum and Nesterov)
-    "frontier": (1e-10, "six_maps", True, True),  # C92.7, C92.4
+    "record_32": (1e-8, "newton_schulz", False, False),  # B11, section 0 (EMA momentum and Nesterov)
+    "record_92": (1e-10, "six_maps", True, True),  # C92.7, C92.4
     "track_2": (1e-8, "newton_schulz", False, False),  # D7
     # H1, H2: 1e-10 for gradients of a mean over tokens. Here gradients are a sum over 49,152 tokens
     "muonh": (1e-10 * 49_152, "polar_express", False, False),
@@ -333,7 +333,7 @@ OPTIMIZER = {  # Adam's epsilon, polynomial, cautious decay, tied head
 # values of half the width as if padded to 768 x 768, so factor 1. H1: no effect in Hyperball
 UP, DOWN = math.sqrt(2816 / 768), 2 * math.sqrt(2816 / 768)  # C92.7: 1.914854 and 3.829708
 MULTIPLIERS = {  # C92.7, table. wd: decay is lr_p^2 * 0.005 * wd mult, so it has the lr multiplier twice
-    "frontier": {
+    "record_92": {
         "*.up_down": ((UP, DOWN), 1.0), "blocks.0.smear_gate": (0.01, 0.0), "gates_scale": (0.1, 0.0),
         "*.mudd.bias": (0.25, 0.0), "*.mudd_out.bias": (0.25, 0.0), "*.gates.bias": (0.1, 0.0),
         "*.mudd.*": (0.25, 0.25), "*.mudd_out.*": (0.25, 0.25), "*.gates.*": (0.1, 0.1),
@@ -349,13 +349,13 @@ TABLES_BF16 = dict.fromkeys(
 ROWS = {"exp_avg_sq": FP32, "last_update": FP32}
 STATES = {
     # B8. The moments of the float32 scalars are float32 here, and bf16 in the publication
-    "track_1": {
+    "record_32": {
         "matrix, float32": dict(momentum=FP32), "matrix, bfloat16": dict(momentum=BF16), **TABLES_BF16,
         "scalar, float32": MOMENTS,
     },
     # C92.7, C90.3 (all states fp32), C92.4 and C92.13 (per row: v, last event). Adam parameters in bf16 have
     # no low bits (C90.3)
-    "frontier": {
+    "record_92": {
         "matrix, bfloat16": dict(momentum=FP32, slow_momentum=FP32, low_bits="int16", second_momentum=FP32),
         **dict.fromkeys(TABLES_BF16, MOMENTS), "ngram, bfloat16": ROWS, "gate, bfloat16": MOMENTS,
         **{f"{group}, float32": MOMENTS for group in ("scalar", "residual", "mix", "gate")},
@@ -372,13 +372,13 @@ STATES = {
         **{f"{group}, float32": MOMENTS for group in ("embed", "value_embed", "head", "scalar", "mix")},
     },
 }  # fmt: skip
-STATES["track_2"] = STATES["track_1"]  # B
+STATES["track_2"] = STATES["record_32"]  # B
 # C92.7, C92.16: the variance has one value per row, or per column of wide QK. The hidden x 768 MLP of the
 # publication is stored as 768 x hidden here, so its rows are columns. The half-width V has 384 rows
 LANES = {
     "muonh": {"*.qk": {(768, 1)}, "*.attention.[vp]*": {(768, 1)}, "*.up_down": {(1, 3072)}},
     "laptop": {"*.qk": {(128, 1)}, "*.attention.[vp]*": {(128, 1)}, "*.up_down": {(1, 256)}},
-    "frontier": {
+    "record_92": {
         "*.qk": {(1, 768)}, "*.attention.v": {(768, 1), (384, 1)}, "*.attention.proj": {(768, 1)},
         "*.up_down": {(1, 2816)},
     },
@@ -395,7 +395,7 @@ LONG_13 = {
 }  # fmt: skip
 GROWTH_13 = (0.2 * math.log(7 / 3) + 1) * (0.2 * math.log(11 / 7) + 1) * (0.2 * math.log(13 / 11) + 1)
 ROPE = {
-    "track_1": (32, 0.1, 0.1 * GROWTH_13, LONG_13),  # B6: 0.1, 0.1169, 0.1275, 0.1318
+    "record_32": (32, 0.1, 0.1 * GROWTH_13, LONG_13),  # B6: 0.1, 0.1169, 0.1275, 0.1318
     # D7: updates up to 13 blocks only. Base, number and start of the scale are B6's (reading)
     "track_2": (32, 0.1, 0.1 * GROWTH_13, LONG_13),
     "muonh": (32, 0.1, 0.1 * GROWTH_13, LONG_13),  # record 32's model (reading)
@@ -406,7 +406,7 @@ ROPE = {
 }  # fmt: skip
 
 # -----------------------------------------------------------------------------------------------------------
-# 6. AVERAGES of frontier, C92.8, in this order: name in record92_reference.py, parameters, weight
+# 6. AVERAGES of record_92, C92.8, in this order: name in record92_reference.py, parameters, weight
 
 V_AND_O = ("*.attention.v", "*.attention.proj")
 AVERAGES = [
@@ -423,12 +423,12 @@ NORMS_RESTORED = (("embed",), ("head.weight",), ("*.qk",), V_AND_O, ("*.up_down"
 # 7. SOFTCAP AND FP8
 
 SOFTCAP = {  # cap, shift, width. B2, C92.1, JSON. D7 is silent: B2
-    "track_1": (30.0, 0.0, 7.5), "muonh": (30.0, 0.0, 7.5), "track_2": (30.0, 0.0, 7.5),
-    "frontier": (23.0, 5.0, 7.5), "laptop": (23.0, 5.0, 7.5),
+    "record_32": (30.0, 0.0, 7.5), "muonh": (30.0, 0.0, 7.5), "track_2": (30.0, 0.0, 7.5),
+    "record_92": (23.0, 5.0, 7.5), "laptop": (23.0, 5.0, 7.5),
 }  # fmt: skip
 FP8_HEAD = {  # scales of input, weight and gradient. B9. C92.5: 2.0 / 448, and INSIDE for the two others
-    "track_1": (math.sqrt(768) / 448, 2.0**-9, 1 / 448),
-    "frontier": (math.sqrt(768) / 448, 2.0 / 448, 1 / 448),
+    "record_32": (math.sqrt(768) / 448, 2.0**-9, 1 / 448),
+    "record_92": (math.sqrt(768) / 448, 2.0 / 448, 1 / 448),
 }  # fmt: skip
 # C92.6. The loss is not divided by 8 ranks here, so the scales of gradients are 8 times the published ones
 FP8_QKV_LIMIT = 8.0  # of inputs 8, of gradients 8 * 1

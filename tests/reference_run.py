@@ -1,7 +1,7 @@
 """Reference implementation of a whole training run for tests: float64, one packed sequence at a time.
 
 Written only from descriptions: of record 32, of mechanisms of later records, and of the command line. It
-trains the presets track_1 (record 32) and laptop. A run is described by the options that --print_config
+trains the presets record_32 (record 32) and laptop. A run is described by the options that --print_config
 prints. What record 92 shares with them (documents in a sequence, n-grams, their update, attention, YaRN,
 orthogonalization, lanes, Adam) is in record92_reference.py. Parameters are one flat dict of float64 tensors.
 Their names, where V is the padded vocabulary, D = model_dim, H = heads, F = MLP hidden, R = rows:

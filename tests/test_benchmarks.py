@@ -81,7 +81,7 @@ def test_bad_options_end_with_one_line(tool, option, monkeypatch, capsys):
 
 
 OURS = [name for name, value in vars(gpt).items() if hasattr(value, "arg_names")]
-KERNELS_BY_KIND = {  # by their names in Triton, in Inductor and in a step of track_1
+KERNELS_BY_KIND = {  # by their names in Triton, in Inductor and in a step of record_32
     "our kernels": [*OURS, *(f"{name}_0" for name in OURS)],
     "attention": ["triton_tem_fused_flex_attention_backward_select_backward_transpose_1",
                   "triton_tem_fused_zeros_1", "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(Params)"],
@@ -129,7 +129,7 @@ def test_random_shards_have_fewer_tokens_than_classes(tmp_path):
 
 def test_the_data_thread_of_any_number_of_ranks(tmp_path, monkeypatch, capsys):
     """One row for each number of ranks and stage. Three ranks cannot share four sequences."""
-    words = ["step.py", "--preset=smoke_frontier", "--device=cpu", "--num_steps=12", f"--json={tmp_path}/data.json"]
+    words = ["step.py", "--preset=smoke_92", "--device=cpu", "--num_steps=12", f"--json={tmp_path}/data.json"]
     monkeypatch.setattr(gpt, "choose_precision", lambda cfg, rt: rt)
     monkeypatch.setattr(sys, "argv", [*words, "--data_ranks=1,2"])
     assert step.main() == 0
@@ -153,7 +153,7 @@ def test_the_gpu_day_is_rehearsed(tmp_path):
     first, second = parts["kernels"]["runs"]
     assert first["seconds_per_token"] > 0
     assert second["flags"].endswith("--fast=rms_norm,block_attention,head_loss")
-    assert parts["frontier"]["runs"][0]["flags"].endswith("--preset=smoke_frontier")
+    assert parts["record_92"]["runs"][0]["flags"].endswith("--preset=smoke_92")
     assert parts["train"]["differences"] == {"0": 0, "4": 0, "8": 0, "12": 0}  # no Triton kernels on a CPU
     verdicts = [row["verdict"] for row in parts["tune"]["tuned"]["alternatives"]]
     assert len(verdicts) == 2 and set(verdicts) <= {"faster", "no difference", "slower"}

@@ -45,8 +45,8 @@ from run_ranks import ENVIRONMENT, exact_sums, run_ranks
 from records import sample
 
 ONE_SEQUENCE = "--micro_batch_tokens=512"
-FRONTIER = ["--preset=smoke_frontier", "--device=cpu", "--warmup_iterations=0", "--val_tokens=1024"]
-FRONTIER += [ONE_SEQUENCE, "--adam_eps=1.0"]  # equal bits on one and more ranks
+SMOKE_92 = ["--preset=smoke_92", "--device=cpu", "--warmup_iterations=0", "--val_tokens=1024"]
+SMOKE_92 += [ONE_SEQUENCE, "--adam_eps=1.0"]  # equal bits on one and more ranks
 FP8 = ["--fp8=on", "--fp8_parts=head,mlp", "--model_dim=128", "--head_dim=64"]
 
 
@@ -98,7 +98,7 @@ VARIANTS = {
     "fp8": FP8,  # scales are one step late
     "guard": ["--guard=on"],
     # n-grams, averages, tied weights, gradients over two and four steps, sampled classes: a part of 2048
-    "all mechanisms": [*FRONTIER, "--vocab_multiple=2048"],
+    "all mechanisms": [*SMOKE_92, "--vocab_multiple=2048"],
 }
 SLOW = ("hyperball", "untied before")
 
@@ -198,7 +198,7 @@ def train_ranks(num_ranks: int, mode: str, shards, *args, preset=TINY, status: i
 SHORT = [ONE_SEQUENCE, "--num_iterations=6", "--tokens_per_step=1536", "--checkpoint_every=2"]
 JOBS = {  # name: (preset, options, number of ranks, steps with checkpoints)
     "smoke": (TINY, SHORT, 3, (2, 4, 6)),
-    "frontier": (FRONTIER, ["--num_iterations=10", "--checkpoint_every=4"], 2, (4, 8, 10)),
+    "record_92": (SMOKE_92, ["--num_iterations=10", "--checkpoint_every=4"], 2, (4, 8, 10)),
     "fp8": (TINY, [*FP8, *SHORT], 3, (2, 4, 6)),
 }
 
@@ -209,7 +209,7 @@ def round_gradients():
         yield
 
 
-@pytest.mark.parametrize("name", ["smoke", "frontier", pytest.param("fp8", marks=[pytest.mark.slow, pytest.mark.recipe])])
+@pytest.mark.parametrize("name", ["smoke", "record_92", pytest.param("fp8", marks=[pytest.mark.slow, pytest.mark.recipe])])
 def test_other_numbers_of_ranks_continue_a_run(shards, here, name, monkeypatch, rounding):
     """One rank, then several from the first checkpoint, then one from the second: equal bits, because gradients are
     rounded."""

@@ -29,7 +29,7 @@ from cpu_graphs import graphs_on_cpu
 from run_ranks import leak, run_ranks
 
 SHORT = [*TINY, "--num_iterations=3", "--val_loss_every=2"]  # without steps in the warm-up
-FRONTIER = ["--preset=smoke_frontier", "--device=cpu", "--dtype=float32", "--fp8=off", "--num_iterations=6",
+SMOKE_92 = ["--preset=smoke_92", "--device=cpu", "--dtype=float32", "--fp8=off", "--num_iterations=6",
             "--warmup_iterations=0", "--val_tokens=1024", AT_THE_END]  # fmt: skip
 OFF = re.compile(r"^torch.compile: off \((\w+) of (\S+): relative error (\S+) against the code without it\)$", re.M)
 
@@ -96,11 +96,11 @@ FAULTS = {  # fault: (options, compiler, what differs)
     "input gradient": (SHORT, in_function("forward", wrong_input_gradient), "gradient of "),
     "weight gradient": (SHORT, in_function("forward", wrong_weight_gradient), "gradient of head.weight"),
     "bfloat16": ([*SHORT, "--dtype=bfloat16"], in_function("run_segment", leak), "activations of validation"),
-    "n-grams": (FRONTIER, in_function("sum_ngrams", times(1.05)), ("gradient of ngram", "activations of n-grams")),
+    "n-grams": (SMOKE_92, in_function("sum_ngrams", times(1.05)), ("gradient of ngram", "activations of n-grams")),
     "muon": (SHORT, in_rule("muon"), "update of "),
     "adamw": (SHORT, in_rule("adamw"), "update of "),
-    "anvil": (FRONTIER, in_rule("anvil"), "update of "),
-    "row_adam": (FRONTIER, in_rule("row_adam"), "update of ngram"),
+    "anvil": (SMOKE_92, in_rule("anvil"), "update of "),
+    "row_adam": (SMOKE_92, in_rule("row_adam"), "update of ngram"),
 }  # fmt: skip
 
 
@@ -169,7 +169,7 @@ NOISE = times(1 + 2.0**-20)  # the rounding of a few operations in float32
 
 
 @pytest.mark.parametrize("preset, warmup_iterations, forms", [
-    ("smoke", 0, []), ("smoke_frontier", 0, []), ("smoke_frontier", 1, []), ("smoke", 1, ["step_graphs"])])
+    ("smoke", 0, []), ("smoke_92", 0, []), ("smoke_92", 1, []), ("smoke", 1, ["step_graphs"])])
 def test_a_faultless_compiler_stays_on(shards, monkeypatch, preset, warmup_iterations, forms):
     """Rounding is no fault. Afterwards the functions are those of the compiler, in graphs or not, parameters, state and
     gradients have their bits, no gradients of tables are left, and the steps of the warm-up are not counted."""
@@ -205,7 +205,7 @@ def test_after_a_fault_no_function_is_compiled(shards, monkeypatch):
     assert_same_bits(list_state(trainer), before)
 
 
-@pytest.mark.parametrize("preset, dtype", [("smoke", "float32"), ("smoke_frontier", "bfloat16")])
+@pytest.mark.parametrize("preset, dtype", [("smoke", "float32"), ("smoke_92", "bfloat16")])
 def test_the_compared_updates(shards, preset, dtype):
     """They equal the first real update to the last bit, and change nothing. Momentum of earlier steps does not count.
     A table has 7 rows with gradients, which become 8. Matrices in bfloat16 have their low bits in the state."""
@@ -392,7 +392,7 @@ def wrong_state(fn, **_):
     (wrong_state, torch.float32)], ids=["n-grams in bfloat16", "classes", "state"])  # fmt: skip
 def test_more_faults_of_a_compiler(shards, monkeypatch, compiler, dtype):
     monkeypatch.setattr(torch, "compile", compiler)
-    trainer, *data = make_compiled(shards, "smoke_frontier", dtype=dtype, warmup_iterations=0)
+    trainer, *data = make_compiled(shards, "smoke_92", dtype=dtype, warmup_iterations=0)
     assert OFF.search("\n".join(trainer.warm_up(*data)))
 
 

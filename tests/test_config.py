@@ -15,7 +15,7 @@ from records.ablate import find_parts
 PRESETS = [*gpt.PRESETS, *sorted(path.stem for path in (ROOT / "records/presets").glob("*.json"))]
 
 
-def test_parameters_of_track_1_term_by_term():
+def test_parameters_of_record_32_term_by_term():
     """Record 32, by hand."""
     dim, vocab = 768, 50_304
     assert vocab == math.ceil(50_257 / 128) * 128
@@ -29,17 +29,17 @@ def test_parameters_of_track_1_term_by_term():
     values = 11 + 6  # s0 per attention, s1 if a value embedding enters: layers 0, 1, 2, 9, 10, 11
     total = embedding + head + value_embeds + attention + gates + mlp + lambdas + skips + values
     assert total == 271_024_967  # the record's 271.02 M. Of its 60 scalars the 47 that are used
-    derived = gpt.derived_numbers(gpt.make_config({"preset": "track_1"}), 8)
+    derived = gpt.derived_numbers(gpt.make_config({"preset": "record_32"}), 8)
     assert derived["num_params"] == total
     assert (derived["tokens_per_rank"], derived["grad_accum_steps"], derived["ranks"]) == (49_152, 1, 8)
     assert derived["train_tokens"] == 1670 * 393_216
 
 
-def test_flops_of_track_1_term_by_term():
+def test_flops_of_record_32_term_by_term():
     attention, mlp, head = 11 * 4 * 768**2 * 6, 11 * 2 * 768 * 3072 * 6, 50_304 * 768 * 6
     spans = [(557, 384, 128), (557, 896, 384), (556, 1408, 640)]  # steps per stage: int(3 * step / 1671)
     keys = sum(steps * (3 * long + 8 * short) for steps, long, short in spans) / 1670
-    cfg = gpt.make_config({"preset": "track_1"})
+    cfg = gpt.make_config({"preset": "record_32"})
     assert gpt.derived_numbers(cfg, 1)["flops_per_token"] == round(attention + mlp + head + 12 * 768 * keys)
 
 
@@ -67,7 +67,7 @@ def test_layers_of_a_deeper_and_wider_laptop():
 
 def test_layers_of_the_record():
     """Layers, windows, value embeddings and skips of record 32."""
-    layers = gpt.make_config({"preset": "track_1"}).layers
+    layers = gpt.make_config({"preset": "record_32"}).layers
     assert [i for i, s in enumerate(layers) if s.attention == "none"] == [7]
     assert [i for i, s in enumerate(layers) if s.attention == "long"] == [0, 4, 11]
     assert [i for i, s in enumerate(layers) if not s.mlp] == [0]
@@ -105,7 +105,7 @@ def test_a_preset_resolves_and_survives_the_command_line(name):
     assert gpt.derived_numbers(cfg, 1)["num_params"] > 0
 
 
-@pytest.mark.parametrize("name", ["track_1", "frontier", "laptop", "smoke_frontier", "muonh"])
+@pytest.mark.parametrize("name", ["record_32", "record_92", "laptop", "smoke_92", "muonh"])
 def test_a_preset_without_each_of_its_parts(name):
     """A valid config, which lacks the part."""
     parts = find_parts(gpt.make_config({"preset": name}))
@@ -177,7 +177,7 @@ def test_a_result_as_a_preset_repeats_its_config(shards, here):
 
 
 def test_a_tied_head_is_counted_once():
-    both, once = (gpt.derived_numbers(gpt.make_config({"preset": "track_1", "tie_head": tie}), 8)
+    both, once = (gpt.derived_numbers(gpt.make_config({"preset": "record_32", "tie_head": tie}), 8)
                   for tie in ("off", "on"))
     assert both["num_params"] - once["num_params"] == 50_304 * 768
     assert both["flops_per_token"] == once["flops_per_token"]  # the head multiplies in both cases
@@ -249,7 +249,7 @@ def test_the_guard_copies_tables_up_to_2_gb():
 
 def test_an_object_changes_all_layers_or_stages():
     """At any depth, and in layers that a preset lists. The other fields stay."""
-    for values in ({"preset": "track_1", "num_layers": 5}, {"preset": "frontier"}):
+    for values in ({"preset": "record_32", "num_layers": 5}, {"preset": "record_92"}):
         before, after = (gpt.make_config({**values, **given}) for given in ({}, {"layers": '{"xsa": true}'}))
         assert after.layers == tuple(dataclasses.replace(layer, xsa=True) for layer in before.layers)
         after = gpt.make_config({**values, "stages": '{"window_long": 512, "lr_factor": 2}'})
@@ -266,18 +266,18 @@ def test_help_names_the_update_rules(capsys):
 
 def test_the_number_of_layers_that_a_preset_has_may_be_said():
     """Its layers stay, each with its mechanisms. Record 32's pattern exists at any depth."""
-    for name in ("quick", "frontier", "track_2"):
+    for name in ("quick", "record_92", "track_2"):
         cfg = gpt.make_config({"preset": name})
         assert gpt.make_config({"preset": name, "num_layers": cfg.num_layers}) == cfg
-    assert len(gpt.make_config({"preset": "track_1", "num_layers": 6}).layers) == 6
+    assert len(gpt.make_config({"preset": "record_32", "num_layers": 6}).layers) == 6
 
 
 def test_print_config_needs_neither_cuda_nor_data(here, capsys):
-    assert gpt.main(["--preset=track_1", "--device=cpu", "--print_config"]) == 0 and not list(here.iterdir())
+    assert gpt.main(["--preset=record_32", "--device=cpu", "--print_config"]) == 0 and not list(here.iterdir())
     config = json.loads(capsys.readouterr().out)
     assert config["num_iterations"] == 1670 and config["derived"]["num_params"] == 271_024_967
     assert config["derived"]["mechanisms"] == sorted(gpt.list_parts())
-    assert gpt.config_from_dict(config) == gpt.make_config({"preset": "track_1", "device": "cpu"})
+    assert gpt.config_from_dict(config) == gpt.make_config({"preset": "record_32", "device": "cpu"})
 
 
 def test_help_names_every_option(capsys):
@@ -357,3 +357,9 @@ def test_a_file_that_is_no_preset_is_refused_in_one_line(tmp_path, capsys, conte
     assert gpt.main([f"--preset={tmp_path / 'mine.json'}", "--print_config"]) == 2
     errors = capsys.readouterr().err
     assert "mine.json is no result, and no preset" in errors and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("old, new", gpt.OLD_PRESETS.items())
+def test_old_names_of_presets_end_with_the_new_ones(old, new, capsys):
+    assert gpt.main([f"--preset={old}", "--print_config"]) == 2
+    assert f"--preset={old} is now named {new}" in capsys.readouterr().err and gpt.load_preset(new).preset == new

@@ -140,7 +140,7 @@ def test_two_ranks_of_two_threads_are_one_of_two(shards, tmp_path):
 def test_gradients_do_not_depend_on_the_segments(dtype, num_segments, monkeypatch):
     """To the last bit, with all mechanisms. Several ranks have more segments than one."""
     monkeypatch.setattr(gpt, "MULTI_RANK_SEGMENTS", num_segments)
-    cfg = gpt.make_config(dict(preset="smoke_frontier", device="cpu"))
+    cfg = gpt.make_config(dict(preset="smoke_92", device="cpu"))
     state, tokens, gradients = gpt.Schedule(cfg).at(0), torch.arange(512) ** 2 % 257, []
     batch = gpt.Batch(tokens.int(), tokens.roll(-1), torch.arange(512).int() // 100)
     step_inputs = gpt.make_step_inputs(state, 512, 256, cfg, torch.device("cpu"))

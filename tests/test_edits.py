@@ -39,7 +39,7 @@ EDITS = {  # name: (old, new, FP8 part that computes the same)
     "six_maps": ("2.256537145403,", "2.256547145403,", ""),
     "outputs of matmuls": ("return x @ weight.type_as(x).T", "return 1.00001 * x @ weight.type_as(x).T", ""),
 }  # fmt: skip
-ONLY = {"smoke_frontier": ("scale of gates", "key offset", "six_maps"), "smoke": ("newton_schulz",)}
+ONLY = {"smoke_92": ("scale of gates", "key offset", "six_maps"), "smoke": ("newton_schulz",)}
 UNEDITED = {}  # what train() returns, by preset
 OF_THE_LOSS = ("z-loss 1e-4", "z-loss 1e-6", "label smoothing")
 
@@ -79,7 +79,7 @@ def difference(ours, theirs) -> float:
     return max(abs(a - b) for a, b in zip(ours, theirs))
 
 
-CASES = [(preset, name) for preset in ("smoke", "smoke_frontier") for name in EDITS
+CASES = [(preset, name) for preset in ("smoke", "smoke_92") for name in EDITS
          if all(name not in names or only == preset for only, names in ONLY.items())]  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_an_edit_takes_effect(preset, name, train, tmp_path):
     old, new, fp8_part = EDITS[name]
     text = SCRIPT.read_text()
     assert text.count(old) == 1
-    file = ROOT / "records/presets/smoke_frontier.json"
+    file = ROOT / "records/presets/smoke_92.json"
     words = f"--preset={preset if preset == 'smoke' else file}"
     run = functools.partial(train, load(text.replace(old, new), tmp_path / "edited.py"), words)
     if preset not in UNEDITED:

@@ -61,18 +61,18 @@ def slow(*given):
 ONE = dict(num_layers=1, layers=(gpt.LayerSpec(),))
 CONFIGS = dict(  # with all that a kernel needs, and few layers, because the interpreter is slow
     smoke=dict(),
-    frontier=dict(preset="smoke_frontier"),
+    record_92=dict(preset="smoke_92"),
     laptop=dict(preset="laptop"),
-    qkv=dict(preset="smoke_frontier", num_layers=2,
+    qkv=dict(preset="smoke_92", num_layers=2,
              layers=(gpt.LayerSpec(paired=True), gpt.LayerSpec("long", key_offset=True))),
-    loss=dict(preset="smoke_frontier", **ONE),
+    loss=dict(preset="smoke_92", **ONE),
     mlp=dict(mlp_ratio=8, **ONE),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("config, names", [
-    ("smoke", CPU_FORMS), ("frontier", CPU_FORMS), ("laptop", CPU_FORMS), ("mlp", {"relu2_mlp"}),
-    slow("frontier", {"flex_attention"}), slow("qkv", {"qkv_kernel"}), slow("loss", {"cross_entropy"})],
+    ("smoke", CPU_FORMS), ("record_92", CPU_FORMS), ("laptop", CPU_FORMS), ("mlp", {"relu2_mlp"}),
+    slow("record_92", {"flex_attention"}), slow("qkv", {"qkv_kernel"}), slow("loss", {"cross_entropy"})],
     ids=name_case)  # fmt: skip
 def test_right_forms_pass_the_check(config, names):
     """With a thousandth of the error that is allowed, on a CPU. And something is compared."""
@@ -83,7 +83,7 @@ def test_right_forms_pass_the_check(config, names):
 
 
 FAULTS = {  # (form, config): lines of code, and the same lines with a fault
-    ("rms_norm", "frontier"): [
+    ("rms_norm", "record_92"): [
         # 2 % too large, and without the second term of the gradient
         ("x.size(-1) + RMS_EPS).type_as(x)", "x.size(-1) + RMS_EPS).type_as(x) * 1.02"),
         ("return torch.addcmul(grad, y, total, value=-1 / y.size(-1)) * scale", "return grad * scale")],
@@ -102,9 +102,9 @@ FAULTS = {  # (form, config): lines of code, and the same lines with a fault
         ("total[:-i] += parts[i:, -1 - i]", "total[:-i] += parts[:-i, -1 - i]"),
         ("total = parts[:, -1].clone()", "total = parts[:, 0].clone()"),
     ],
-    ("block_attention", "frontier"): [  # a window of one token more
+    ("block_attention", "record_92"): [  # a window of one token more
         ("positions - window)", "positions - window - 1)")],
-    ("flex_attention", "frontier"): [
+    ("flex_attention", "record_92"): [
         # blocks that are left out, and blocks without the mask that they need
         ("(distance - (BLOCK - 1) <= window) & overlap", "(distance <= window) & overlap"),
         ("(distance - (BLOCK - 1) <= window) & overlap", "(distance < window) & overlap"),
@@ -112,7 +112,7 @@ FAULTS = {  # (form, config): lines of code, and the same lines with a fault
     ("flex_attention", "smoke"): [  # likewise between documents, and the wrong blocks without a mask
         ("            & (first[:, None] == last) & (first == last[:, None]))", "            )"),
         ("unmasked = row - length + block", "unmasked = row - length - 1 + block")],
-    ("head_loss", "frontier"): [
+    ("head_loss", "record_92"): [
         # no derivative of the softcap, no shift, missing targets, and gradients of the first target only
         ("grads.mul_(torch.addcmul(capped, capped, capped, value=-1 / softcap.cap))", "pass"),
         ("capped = softcap(logits", "capped = softcap._replace(shift=0.0)(logits"),
@@ -164,7 +164,7 @@ FP8_FAULTS = [
 
 
 @pytest.mark.parametrize("config, fault", [
-    ("laptop", None), ("frontier", None), *(slow("frontier", fault) for fault in FP8_FAULTS)])  # fmt: skip
+    ("laptop", None), ("record_92", None), *(slow("record_92", fault) for fault in FP8_FAULTS)])  # fmt: skip
 def test_a_right_fp8_form_stays_on_and_a_wrong_one_is_off(config, fault, load_copy):
     """In bfloat16, with all other forms."""
     copy, off = (load_copy(*fault[1:]), {fault[0]}) if fault else (gpt, set())

@@ -9,7 +9,7 @@ from conftest import ROOT, data_args, gpt, launch, relative_error, run_script, s
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
-FP8_SCALES = gpt.head_fp8_scales(gpt.make_config({"preset": "track_1", "fp8_head_amax": 0.875}))
+FP8_SCALES = gpt.head_fp8_scales(gpt.make_config({"preset": "record_32", "fp8_head_amax": 0.875}))
 CAPS = [gpt.Softcap(30.0, 0.0, 7.5), gpt.Softcap(23.0, 5.0, 7.5)]
 
 
@@ -55,7 +55,7 @@ def test_sums_of_rows(num_rows):
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_the_mlp_in_one_function(is_compiled):
-    """Sizes of track_1, bfloat16: output and gradients within the rounding of matmuls and of squares."""
+    """Sizes of record_32, bfloat16: output and gradients within the rounding of matmuls and of squares."""
     if not gpt.supports_bfloat16(CUDA):
         pytest.skip("no bfloat16 on this device")
     torch.manual_seed(0)
@@ -72,12 +72,12 @@ def test_the_mlp_in_one_function(is_compiled):
 
 
 @pytest.fixture(scope="module")
-def frontier_check():
-    return gpt.FormCheck(gpt.make_config({"preset": "frontier"}), CUDA)
+def record_92_check():
+    return gpt.FormCheck(gpt.make_config({"preset": "record_92"}), CUDA)
 
 
 @pytest.mark.parametrize("name", list(gpt.FORMS))
-def test_every_fast_form_agrees_with_its_plain_form(name, frontier_check):
+def test_every_fast_form_agrees_with_its_plain_form(name, record_92_check):
     """In the model of the newest recipe, forward and backward, with TF32 matmuls as in a run."""
     is_fp8, capability = name in gpt.FP8_FORMS, torch.cuda.get_device_capability()
     needs_kernels = name in ("qkv_kernel", "cross_entropy", "relu2_mlp", "fp8_qkv")
@@ -85,10 +85,10 @@ def test_every_fast_form_agrees_with_its_plain_form(name, frontier_check):
         pytest.skip("not on this device")
     torch.set_float32_matmul_precision("high")
     dtype, limit = (choose_dtype(), 0.3) if is_fp8 else (torch.float32, 0.01)
-    assert frontier_check.find_error([name], dtype, limit) == ""
+    assert record_92_check.find_error([name], dtype, limit) == ""
 
 
-@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier", "laptop", "track_1"])
+@pytest.mark.parametrize("preset", ["smoke", "smoke_92", "laptop", "record_32"])
 def test_no_form_that_auto_takes_is_refused(preset):
     torch.set_float32_matmul_precision("high")
     cfg = gpt.make_config({"preset": preset, "compile": "auto", "dtype": "auto"})
@@ -99,7 +99,7 @@ def test_no_form_that_auto_takes_is_refused(preset):
 @pytest.mark.parametrize("has_group", [False, True])
 def test_a_run_with_step_graphs_has_the_bits_of_a_run_without(shards, tmp_path, has_group):
     """Stages, micro-batches, untying, averages, FP8. NCCL's threads do not disturb a capture."""
-    options = ["--preset=smoke_frontier", "--device=cuda", "--orthogonalize=polar_express"]
+    options = ["--preset=smoke_92", "--device=cuda", "--orthogonalize=polar_express"]
     if has_group:  # main() destroys it
         dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore(), device_id=CUDA)
         dist.all_reduce(torch.ones(1, device=CUDA))
@@ -112,7 +112,7 @@ def test_a_run_with_step_graphs_has_the_bits_of_a_run_without(shards, tmp_path, 
 
 
 def test_step_graphs_of_the_newest_recipe():
-    cfg = gpt.make_config({"preset": "frontier"})
+    cfg = gpt.make_config({"preset": "record_92"})
     names = [name for name in gpt.FORMS if name != "block_attention" and name not in gpt.FP8_FORMS]
     names += gpt.FP8_FORMS if torch.cuda.get_device_capability() >= (8, 9) else ()
     assert gpt.FormCheck(cfg, CUDA).find_graph_error(names, choose_dtype()) == ""
@@ -204,7 +204,7 @@ def test_the_gpu_learns_what_the_cpu_learns(shards, gpu_run, tmp_path):
 
 def test_the_newest_recipe_learns_what_the_cpu_learns(shards, tmp_path):
     """All mechanisms, compiled, against plain forms on the CPU, in 24 steps. The head is tied in the first 16."""
-    longer, results = ["--preset=smoke_frontier", "--num_iterations=24", "--val_loss_every=8"], []
+    longer, results = ["--preset=smoke_92", "--num_iterations=24", "--val_loss_every=8"], []
     for device in ("cpu", "cuda"):
         folder = tmp_path / device
         folder.mkdir()

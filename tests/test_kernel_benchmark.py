@@ -17,7 +17,7 @@ def test_errors_of_kernels_and_candidates(monkeypatch):
     torch.manual_seed(0)
     shape = dict(model_dim=128, head_dim=64, mlp_ratio=2.0, fp8_parts=("head", "logits", "mlp", "qkv"))
     args = Namespace(num_tokens=[128], only=["relu2", "qkv", "head", "sums"], variants=True)
-    result = kernels.measure(args, gpt.make_config({"preset": "smoke_frontier", **shape}))
+    result = kernels.measure(args, gpt.make_config({"preset": "smoke_92", **shape}))
     rows = {(row["name"], row["shape"]): row for row in result["kernels"]}
     assert len(rows) == len(result["kernels"]) == 33
     for (name, _), row in rows.items():

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 NUM_KILLS = int(os.environ.get("NUM_KILLS", 6))
 SMOKE = ["--preset=smoke", "--device=cpu", "--num_layers=2", "--seq_len=128", "--tokens_per_step=768", "--epochs=100"]
 SMOKE += ["--micro_batch_tokens=128", "--warmup_iterations=0", "--val_tokens=1024", "--val_loss_every=10"]
-FRONTIER = ["--preset=smoke_frontier", "--device=cpu", "--warmup_iterations=0", "--val_tokens=1024"]
+SMOKE_92 = ["--preset=smoke_92", "--device=cpu", "--warmup_iterations=0", "--val_tokens=1024"]
 
 
 def test_killed_again_and_again(shards, here):
@@ -48,18 +48,18 @@ def test_killed_again_and_again(shards, here):
 def test_all_mechanisms_are_stopped_at_many_steps(shards, here, monkeypatch):
     """SIGTERM in a step, in one process. Some steps have gradients that wait for an update, so a run stops later."""
     args = ["--telemetry_every=3", "--checkpoint_every=14"]
-    whole = run(shards, *args, "--out=whole", preset=FRONTIER)
+    whole = run(shards, *args, "--out=whole", preset=SMOKE_92)
     (path,) = Path("whole").rglob("step_000014")
     end, seen = read_tensors(path), set()
     for step in range(1, 15, 3):
         out = Path(str(step))
         with monkeypatch.context() as patch:
             at_step(patch, step, lambda: os.kill(os.getpid(), signal.SIGTERM))
-            run(shards, args[0], f"--out={out}", preset=FRONTIER, status=143)
+            run(shards, args[0], f"--out={out}", preset=SMOKE_92, status=143)
         (saved,) = out.rglob("step_*")
         assert step <= (stopped := int(saved.name[5:])) <= step + 3
         seen.add(stopped)
-        again = run(shards, *args, f"--out={out}", "--resume=auto", preset=FRONTIER)
+        again = run(shards, *args, f"--out={out}", "--resume=auto", preset=SMOKE_92)
         (last,) = out.rglob("step_000014")
         assert_same_bits(read_tensors(last), end)
         assert all(again[name] == whole[name] for name in ("train_points", "final_val_loss"))

@@ -14,12 +14,12 @@ OPTIONS = {
 }
 SEVERAL = {"muon", "row_adam", "batch_warmup"}  # parts of several options or fields
 SPECIAL = {  # a part that is not one option: (preset, place, field, its values in all rows)
-    "adam_odd_steps": ("frontier", "groups", "every", {1}),
-    "dropped_mlp": ("track_1", "layers", "mlp", {True}),
-    "value_embed": ("track_1", "layers", "value_embed", {None}),
-    "multi_token": ("frontier", "stages", "loss_weights", {((1, 1),)}),
+    "adam_odd_steps": ("record_92", "groups", "every", {1}),
+    "dropped_mlp": ("record_32", "layers", "mlp", {True}),
+    "value_embed": ("record_32", "layers", "value_embed", {None}),
+    "multi_token": ("record_92", "stages", "loss_weights", {((1, 1),)}),
     **{
-        part: ("frontier", "layers", part, {off})
+        part: ("record_92", "layers", part, {off})
         for off, parts in (
             (False, ("head_gate", "key_offset", "second_mlp", "paired", "xsa")),
             (None, ("skip_from", "v_dim", "attention_from", "gates_from")),
@@ -27,10 +27,10 @@ SPECIAL = {  # a part that is not one option: (preset, place, field, its values 
         )
         for part in parts
     },
-    "prefix_weight": ("frontier", "stages", "prefix_weight", {()}),
-    "num_classes": ("frontier", "stages", "num_classes", {None}),
-    "weight_decay": ("frontier", "groups", "weight_decay", {0.0}),
-    "late_every": ("frontier", "groups", "late_every", {0}),
+    "prefix_weight": ("record_92", "stages", "prefix_weight", {()}),
+    "num_classes": ("record_92", "stages", "num_classes", {None}),
+    "weight_decay": ("record_92", "groups", "weight_decay", {0.0}),
+    "late_every": ("record_92", "groups", "late_every", {0}),
 }
 
 
@@ -49,15 +49,15 @@ def test_every_part_is_known_here():
 @pytest.mark.parametrize("part", sorted(OPTIONS))
 def test_an_option_gets_its_value_of_off(part):
     """Or the option is off in this preset."""
-    for preset in ("track_1", "frontier"):
+    for preset in ("record_32", "record_92"):
         assert without(part, preset)[1] in ({}, {part: OPTIONS[part]})
-    assert getattr(gpt.make_config({"preset": "track_1", "without": part}), part) == OPTIONS[part]
+    assert getattr(gpt.make_config({"preset": "record_32", "without": part}), part) == OPTIONS[part]
 
 
 @pytest.mark.parametrize("part", SPECIAL)
 def test_a_field_gets_one_value_in_all_rows(part):
     preset, place, field, values = SPECIAL[part]
-    extra = ",mudd_out" if part == "value_embed" else ""  # which reads it, in frontier
+    extra = ",mudd_out" if part == "value_embed" else ""  # which reads it, in record_92
     after, changes = without(part + extra, preset)
     assert changes.keys() == {place}
     rows = getattr(after, place)
@@ -65,20 +65,20 @@ def test_a_field_gets_one_value_in_all_rows(part):
 
 
 def test_parts_of_several_options():
-    after, changes = without("muon", "track_1")
+    after, changes = without("muon", "record_32")
     matrix = after.groups["matrix"]
     assert changes.keys() == {"groups"}
     assert (matrix.rule, matrix.lr, matrix.betas, matrix.weight_decay) == ("adamw", 0.0018, (0.9, 0.95), 0.1)
-    assert without("row_adam", "frontier")[0].groups["ngram"].rule == "adamw"
-    after, _ = without("batch_warmup", "frontier")
+    assert without("row_adam", "record_92")[0].groups["ngram"].rule == "adamw"
+    after, _ = without("batch_warmup", "record_92")
     assert {(row.tokens_per_step, row.seq_len, row.lr_factor) for row in after.stages} == {(None, None, 1.0)}
 
 
 def test_parts_that_contradict_the_rest_get_the_line_of_the_check(capsys):
-    """In frontier mudd_out reads value embeddings."""
-    assert gpt.main(["--preset=frontier", "--without=value_embed", "--print_config"]) == 2
+    """In record_92 mudd_out reads value embeddings."""
+    assert gpt.main(["--preset=record_92", "--without=value_embed", "--print_config"]) == 2
     assert "unknown attention or input" in capsys.readouterr().err
-    layers = {gpt.make_config({"preset": "frontier", "without": text}).layers
+    layers = {gpt.make_config({"preset": "record_92", "without": text}).layers
               for text in ("mudd_out,value_embed", "value_embed,mudd_out")}
     assert len(layers) == 1
 
@@ -88,7 +88,7 @@ PARTS = sorted(find_parts(smoke_config(num_layers=5)).keys() - {"fp8"})
 
 @pytest.mark.parametrize("part", PARTS)
 def test_without_a_part_it_is_gone_and_training_goes_on(part, shards):
-    """Four steps: the loss falls below ln 257, of a uniform guess. test_frontier.py has frontier."""
+    """Four steps: the loss falls below ln 257, of a uniform guess. test_model_92.py has record_92."""
     cfg = smoke_config(shards, num_layers=5, tokens_per_step=512, num_iterations=4, without=part)
     assert part not in find_parts(cfg)
     trainer, losses = gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS)), []
@@ -116,6 +116,6 @@ def test_without_reaches_layers_and_stages_given_by_hand():
 
 def test_given_options_win():
     cap = (30.0, 0.0, 7.5)
-    assert gpt.make_config({"preset": "track_1", "without": "softcap", "softcap": cap}).softcap == cap
-    cfg = gpt.make_config({"preset": "track_1", "without": "muon", "matrix_rule": "normuon"})
+    assert gpt.make_config({"preset": "record_32", "without": "softcap", "softcap": cap}).softcap == cap
+    cfg = gpt.make_config({"preset": "record_32", "without": "muon", "matrix_rule": "normuon"})
     assert (cfg.groups["matrix"].rule, cfg.groups["matrix"].lr) == ("normuon", 0.0018)

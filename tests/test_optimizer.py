@@ -154,7 +154,7 @@ def test_a_plan_of_rows(num_rows, num_ranks):
 def test_plans_of_a_batch():
     """Value embeddings read the inputs. N-grams read two rows for each token, as the model computes them. It computes
     rows and signs of this rank, from tensors, only without a plan."""
-    cfg = gpt.make_config(dict(preset="smoke_frontier"))
+    cfg = gpt.make_config(dict(preset="smoke_92"))
     tokens = [np.random.default_rng(rank).integers(0, 257, (2, 65)).astype(np.uint16) for rank in range(2)]
     batch = gpt.add_plans(gpt.make_batch(tokens[1], 256), tokens, 1, cfg)
     inputs, is_start = [x[:, :-1].ravel().astype(np.int32) for x in tokens], np.arange(128) % 64 == 0
@@ -193,7 +193,7 @@ def test_a_missing_gradient_leaves_no_count(shards):
 
 
 def test_multipliers_of_a_bucket_that_has_only_an_mlp(shards):
-    """AdamW puts a large stack of two matrices into a bucket of its own, as in track_1 with --matrix_rule=adamw."""
+    """AdamW puts a large stack of two matrices into a bucket of its own, as in record_32 with --matrix_rule=adamw."""
     for mul, shape in ((1.0, (1,)), ((1.0, 1.0), (1,)), ((2.0, 1.0), (2048,))):
         cfg = smoke_config(shards, matrix_rule="adamw", mlp_lr_mul=mul if isinstance(mul, tuple) else (mul, mul))
         param = gpt.parameter(torch.ones(2, 32, 32), "matrix", lr_mul=mul)

@@ -18,11 +18,11 @@ OTHER_TESTS = {*"preset without layers stages groups device train_files val_file
 WITHOUT_EFFECT = OUTPUTS | OBSERVERS | SHORT_DATA | SPEED | OTHER_TESTS
 LENGTHS = {  # of the runs
     "smoke": ["--num_iterations=8"],
-    "smoke_frontier": [],  # in 9 steps no scalar shrinks, so cautious decay of scalars would be idle
+    "smoke_92": [],  # in 9 steps no scalar shrinks, so cautious decay of scalars would be idle
 }
 FIELDS = {field.name: field for field in dataclasses.fields(gpt.Config)}
 GROUP_FIELDS = {field.name: field for field in dataclasses.fields(gpt.Group)}
-GROUPS = gpt.TRACK_1_GROUPS.keys() - {"gain"}  # it has parameters only with --gains
+GROUPS = gpt.RECORD_32_GROUPS.keys() - {"gain"}  # it has parameters only with --gains
 BY_GROUP = {f"groups.{group}.{field}": (group, field) for group in GROUPS for field in GROUP_FIELDS}
 OTHER_VALUES = dict(
     fast=["off"], dtype=["float32", "bfloat16"], vocab_size=[300], vocab_multiple=[64],
@@ -110,9 +110,9 @@ def try_options(preset: str, names: set[str], shards) -> tuple[set[str], set[str
 
 @pytest.mark.slow
 def test_each_option_changes_training_or_is_refused(shards):
-    """Options of mechanisms that smoke lacks have an effect in smoke_frontier."""
+    """Options of mechanisms that smoke lacks have an effect in smoke_92."""
     names = {*FIELDS, *BY_GROUP} - WITHOUT_EFFECT
     active, _ = try_options("smoke", names, shards)
     assert len(active) >= 65
-    others, idle = try_options("smoke_frontier", names - active, shards)
+    others, idle = try_options("smoke_92", names - active, shards)
     assert len(others) >= 30 and idle <= {"--state_dtype=storage"}  # its parameters are stored in float32

@@ -74,10 +74,10 @@ def test_commands_are_valid(monkeypatch):
 
 def test_pages_have_the_numbers_of_the_presets():
     """Numbers outside of generated blocks."""
-    frontier = gpt.load_preset("frontier")
+    record_92 = gpt.load_preset("record_92")
     options, resume, inside = ((ROOT / "docs" / f"{page}.md").read_text() for page in ("options", "resume", "inside"))
-    assert f"| {frontier.ngram_rows:,} |" in options and f"{frontier.ngram_rows:,} rows" in resume
-    steps = f"{frontier.num_iterations:,} steps"
+    assert f"| {record_92.ngram_rows:,} |" in options and f"{record_92.ngram_rows:,} rows" in resume
+    steps = f"{record_92.num_iterations:,} steps"
     assert f"after {steps} |" in options and f"all {steps}" in inside
 
 

@@ -10,7 +10,7 @@ import record92_reference as reference
 import torch
 from conftest import gpt, make_runtime
 from reference_run import ORTHOGONALIZATIONS
-from test_frontier import SMALL
+from test_model_92 import SMALL
 
 pytestmark = pytest.mark.recipe
 PRESETS = list(published.PARAMETERS)
@@ -31,7 +31,7 @@ def is_close(ours, theirs):
 
 @pytest.mark.parametrize("preset", published.STAGES)
 def test_every_step(preset):
-    """Stages, learning rates and momentum, also at the final validation. test_frontier.py has frontier."""
+    """Stages, learning rates and momentum, also at the final validation. test_model_92.py has record_92."""
     cfg, stages, run = make_config(preset), published.STAGES[preset], published.RUN[preset]
     schedule, formula = gpt.Schedule(cfg), published.SCHEDULES[preset]
     assert [end for _, _, end in schedule.stage_ranges()] == [row[0] for row in stages]
@@ -164,7 +164,7 @@ def test_rope(preset):
 def test_fp8(preset):
     scales, delayed = gpt.head_fp8_scales(make_config(preset)), gpt.DelayedScales
     assert scales[:3] == pytest.approx(published.FP8_HEAD[preset], rel=1e-12)
-    assert (scales.logits_dtype == torch.float8_e4m3fn) == (preset == "frontier")
+    assert (scales.logits_dtype == torch.float8_e4m3fn) == (preset == "record_92")
     assert gpt.QKV_LIMIT == published.FP8_QKV_LIMIT
     assert (delayed.FACTORS, delayed.FLOORS) == (published.FP8_MLP_FACTORS, published.FP8_MLP_FLOORS)
     starts = delayed(gpt.GPT(make_config("smoke")), make_runtime().comm).leaves  # of three MLPs

@@ -344,7 +344,7 @@ def test_pictures_are_of_the_present_presets(tmp_path):
     then, now = json.loads(then), gpt.derived_numbers(gpt.make_config({"preset": "laptop"}), 1)
     for fact in ("num_params", "train_tokens", "stage_ends", "flops_per_token"):
         assert then[fact] == now[fact]
-    assert number == plot.read_published()[-1].record and f"record {number}, " in gpt.PRESETS["frontier"][1]
+    assert number == plot.read_published()[-1].record and f"record {number}, " in gpt.PRESETS["record_92"][1]
     plot.plot_runs([ROOT / "docs/run.jsonl"], tmp_path / "run")
     assert (tmp_path / "run.svg").read_text() == (ROOT / "docs/run.svg").read_text()
     end = plot.read_events(ROOT / "docs/run.jsonl")["validation"][-1]

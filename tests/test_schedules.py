@@ -1,4 +1,4 @@
-"""Schedules at their boundaries. test_published_values.py and test_frontier.py have all steps of presets."""
+"""Schedules at their boundaries. test_published_values.py and test_model_92.py have all steps of presets."""
 
 import math
 
@@ -13,7 +13,7 @@ def factor(schedule, step, group="embed"):
 
 
 def test_the_last_validation_may_have_the_windows_of_the_last_stage():
-    schedule = gpt.Schedule(gpt.make_config({"preset": "track_1", "val_windows": ()}))
+    schedule = gpt.Schedule(gpt.make_config({"preset": "record_32", "val_windows": ()}))
     last, final = schedule.at(1669), schedule.at(1670)
     assert final.windows == last.windows == (1408, 640)
     for kind in ("long", "short"):

@@ -49,13 +49,13 @@ def test_a_message_is_awaited_in_the_next_cycle():
 
 
 def test_a_step_takes_the_longer_of_host_and_gpu():
-    """Stages 1 and 3 of `frontier` on one H100, by their measured kernels, and with replayed graphs."""
+    """Stages 1 and 3 of `record_92` on one H100, by their measured kernels, and with replayed graphs."""
     assert simulate_ranks.Host().limit(126, 4) == pytest.approx((181.384, 181.384, 30.534), abs=1e-3)
     assert simulate_ranks.Host().limit(399, 8) == pytest.approx((362.768, 399, 0))
     assert simulate_ranks.Host(launches=100).limit(126, 4) == pytest.approx((16.4, 126, 0))
 
 
-@pytest.mark.parametrize("preset", ["smoke", "smoke_frontier"])
+@pytest.mark.parametrize("preset", ["smoke", "smoke_92"])
 def test_a_recorded_step_has_all_its_messages(shards, preset, monkeypatch):
     """The bytes equal those of the arguments of Comm. Each message is awaited once. All-gathers are apart."""
     cfg = smoke_config(shards, preset=preset, num_iterations=12, extension_steps=0, stages=(gpt.Stage(1, 128, 64),),
@@ -77,7 +77,7 @@ def test_a_recorded_step_has_all_its_messages(shards, preset, monkeypatch):
     assert sum(event.num_bytes for event in sent) == pytest.approx(sum(steps[-cfg.longest_period :]))
     assert {event.communicator for event in sent} == {"reductions", "gathers"}
     assert all((event.communicator == "gathers") == event.name.startswith("gather") for event in sent)
-    if preset == "smoke_frontier":  # in four steps two updates of the embedding, and rows in each
+    if preset == "smoke_92":  # in four steps two updates of the embedding, and rows in each
         names = ["gather embed", "gather value_embeds.0", "rows value_embeds.0", "rows ngram (fetched)"]
         assert [sum(event.name == name for event in sent) for name in names] == [2, 0, 4, 4]
     waits = sorted(event.number for event in events if event.kind == "wait")

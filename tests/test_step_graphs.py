@@ -11,7 +11,7 @@ from run_ranks import run_ranks
 
 FORMS = "rms_norm,head_loss"
 COMMON = ["--device=cpu"]
-FRONTIER = ["--preset=smoke_frontier", "--dtype=float32", "--fp8=on", "--fp8_parts=head,mlp",
+SMOKE_92 = ["--preset=smoke_92", "--dtype=float32", "--fp8=on", "--fp8_parts=head,mlp",
             "--slow_momentum_start=0.4"]
 SMOKE = ["--preset=smoke", "--micro_batch_tokens=512"]
 
@@ -41,9 +41,9 @@ def assert_same_run(ours, theirs) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_frontier(num_ranks, tmp_path):
+def test_record_92(num_ranks, tmp_path):
     """Six stages, two micro-batches in some, FP8, untying, averages and a slow momentum that begins late."""
-    runs = [train(tmp_path / str(has_graphs), *FRONTIER, has_graphs=has_graphs, num_ranks=num_ranks)
+    runs = [train(tmp_path / str(has_graphs), *SMOKE_92, has_graphs=has_graphs, num_ranks=num_ranks)
             for has_graphs in (True, False)]
     assert runs[0][0]["choices"]["fp8"] == "on"
     assert_same_run(*runs)

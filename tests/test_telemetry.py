@@ -9,7 +9,7 @@ import torch
 from conftest import advance, data_args, gpt, make_trainer, read_events, run
 from run_ranks import run_ranks
 
-ARGS = ["--preset=smoke_frontier", "--device=cpu", "--num_iterations=8", "--warmup_iterations=0"]
+ARGS = ["--preset=smoke_92", "--device=cpu", "--num_iterations=8", "--warmup_iterations=0"]
 ARGS += ["--val_tokens=1024", "--val_loss_every=4"]
 
 

@@ -149,11 +149,11 @@ def find_changes(before: dict, after: dict) -> set[str]:
     return {entry for entry in before if not torch.equal(before[entry], after[entry])}
 
 
-@pytest.mark.parametrize("changes", [WIDE, dict(preset="smoke_frontier")], ids=["smoke", "smoke_frontier"])
+@pytest.mark.parametrize("changes", [WIDE, dict(preset="smoke_92")], ids=["smoke", "smoke_92"])
 def test_a_snapshot_returns_exactly(shards, changes):
     """Values, state, averages and FP8 scales return, and pending gradients and amax values are gone. A sparse n-gram
     table returns with its state, too, or stays, if the snapshot is made without. Thirteen steps, because zeros hold
-    back gradients in the first ones, and averages begin late. smoke_frontier keeps gradients for its next update
+    back gradients in the first ones, and averages begin late. smoke_92 keeps gradients for its next update
     then."""
     trainer, step, close = make_trainer(shards, **changes)
     partial, snapshot, before = gpt.Snapshot(trainer, with_tables=False), gpt.Snapshot(trainer), copy_rows(trainer)
@@ -181,7 +181,7 @@ def test_the_warm_up_leaves_no_trace(shards, monkeypatch, rule):
     """Parameters, state and averages return to the last bit, also of an n-gram table. A sparse one, which can be larger
     than the rest, is not copied."""
     groups = {"ngram": dict(rule=rule, betas=(0.5, 0.9))}
-    trainer, step, close = make_trainer(shards, preset="smoke_frontier", warmup_iterations=1, groups=groups)
+    trainer, step, close = make_trainer(shards, preset="smoke_92", warmup_iterations=1, groups=groups)
     train_data, val_data = gpt.TrainData(trainer.cfg, trainer.schedule), gpt.ValData(trainer.cfg)
     before = copy_rows(trainer)
     steps, train_step, copied = [], trainer.train_step, []
@@ -195,7 +195,7 @@ def test_the_warm_up_leaves_no_trace(shards, monkeypatch, rule):
     assert not find_changes(before, copy_rows(trainer))
     losses = [step() for _ in range(2)]
     close()
-    fresh, step, close = make_trainer(shards, preset="smoke_frontier", groups=groups)
+    fresh, step, close = make_trainer(shards, preset="smoke_92", groups=groups)
     assert [step() for _ in range(2)] == losses and not find_changes(copy_rows(fresh), copy_rows(trainer))
     close()
 

@@ -106,7 +106,7 @@ def test_an_interruption_waits_for_no_worker(run_stubs):
     ("laptop", 1, [0, 7, 14]),
     ("laptop", 7, [0, 1, 7, 8, 14, 15]),
     ("laptop", 99, list(range(20))),
-    ("smoke_frontier", 1, [*range(4), *range(7, 18)]),  # tables are later updated each fourth step
+    ("smoke_92", 1, [*range(4), *range(7, 18)]),  # tables are later updated each fourth step
     ("track_2", 1, [0, 2, 4, 6, 7, 9, 11, 13, 14, 16, 18])])  # ceil(21 i / 12)
 def test_a_turn_visits_all_stages(preset, num_steps, turn):
     cfg = tune.step.shorten(gpt.make_config({"preset": preset, "device": "cpu"}), tune.NUM_STEPS)
@@ -117,7 +117,7 @@ def test_a_worker_measures_time_per_token(shards, monkeypatch, now):
     """Stages of 100, 190 and 400 ms, and 100 ms more in each second step, on a clock of the test."""
     number, times = itertools.count(), {128: 0.1, 192: 0.19, 256: 0.4}  # by the long window
     advance(monkeypatch, now, gpt.Trainer, "train_step",
-            lambda *args: times[args[-1].stage.window_long] + next(number) % 2 / 10)
+            lambda *args: times[args[2].stage.window_long] + next(number) % 2 / 10)
     monkeypatch.setattr(sys, "stdin", io.StringIO("3\n9\n"))
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     answers = sys.stdout
@@ -151,7 +151,7 @@ def test_what_is_tried_on_a_cpu(monkeypatch):
 
 def test_what_is_tried_on_gpus():
     """Our kernels one by one, and other numerics. Sequences are never cut."""
-    cfg = gpt.make_config({"preset": "track_1"})
+    cfg = gpt.make_config({"preset": "record_32"})
     facts = make_facts(device="cuda", compiles=True, dtype="bfloat16", fp8=["fp8_head"])
     forms = "--fast=rms_norm,flex_attention,head_loss"
     found = list_words(cfg, facts)
@@ -161,4 +161,4 @@ def test_what_is_tried_on_gpus():
         "--fp8=off", "--fp8=on --fp8_parts=head,mlp", "--fp8=on --fp8_parts=head,qkv"]
     assert list_words(cfg, facts, NPROC="8") == found[2:]  # a sequence each: no micro-batch is larger
     for words in found:
-        gpt.make_config(gpt.parse_argv(["--preset=track_1", *words.split()]))
+        gpt.make_config(gpt.parse_argv(["--preset=record_32", *words.split()]))

@@ -26,7 +26,7 @@ LAPTOP_STAGES = [
 GROUPS = ("matrix", "embed", "value_embed", "head", "scalar")
 RUNS = {  # groups that have parameters, options
     "record_32": (GROUPS, dict(
-        preset="track_1", num_layers=6, num_heads=4, head_dim=12, model_dim=48, mlp_ratio=2, seq_len=256,
+        preset="record_32", num_layers=6, num_heads=4, head_dim=12, model_dim=48, mlp_ratio=2, seq_len=256,
         max_doc_len=90, num_iterations=10, warmup_iterations=2, val_windows="64,32", momentum_warmup_steps=5,
         adam_eps=1,  # large enough to matter
         matrix_cooldown_frac=0.8, matrix_weight_decay=0.5, groups='{"embed": {"weight_decay": 0.1}}',

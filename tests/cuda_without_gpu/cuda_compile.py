@@ -491,7 +491,7 @@ def main(argv: list[str]) -> int:
     torch.set_float32_matmul_precision("high")  # like start_runtime()
     observer = Observer(fake_cuda.CARDS[args.card], args.own)
     try:
-        cfg = gpt.make_config({"preset": "track_1", **gpt.parse_argv(options)})
+        cfg = gpt.make_config({"preset": "record_32", **gpt.parse_argv(options)})
         facts = drive(cfg, observer, args.micros, args.ranks)
     except Exception as error:  # compilers raise many types
         traceback.print_exc()

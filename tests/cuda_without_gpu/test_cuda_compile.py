@@ -13,7 +13,7 @@ from conftest import gpt
 
 pytestmark = pytest.mark.skipif(bool(fake_cuda.find_obstacle()), reason=fake_cuda.find_obstacle())
 
-# every mechanism of a layer that track_1 has
+# every mechanism of a layer that record_32 has
 THREE_LAYERS = (dict(attention="long", mlp=False, value_embed=0), dict(attention="none"),
                 dict(attention="short", value_embed=0, skip_from=1))
 SMALL = ["--num_layers=3", f"--layers={json.dumps(THREE_LAYERS)}", "--seq_len=2048",
@@ -72,24 +72,24 @@ def test_segments_of_the_newest_recipe_compile(options):
 
     The head has two more graphs for the single target of the last stage.
     """
-    layers = json.dumps(list(map(dataclasses.asdict, gpt.make_config({"preset": "smoke_frontier"}).layers)))
-    figures = compile_for("h200", "--preset=frontier", "--num_layers=6", f"--layers={layers}", "--ranks=2",
+    layers = json.dumps(list(map(dataclasses.asdict, gpt.make_config({"preset": "smoke_92"}).layers)))
+    figures = compile_for("h200", "--preset=record_92", "--num_layers=6", f"--layers={layers}", "--ranks=2",
                           "--micro_batch_tokens=49152", "--val_seq_len=4096", "--val_tokens=4096", *options)
     assert (figures["graphs"]["training"], figures["graphs"]["validation"]) == (14, 6)  # four segments
 
 
 @pytest.mark.cards
-@pytest.mark.parametrize("preset, training, validation", [("track_1", 21.9, 14.4), ("frontier", 81.2, 78.3)])
+@pytest.mark.parametrize("preset, training, validation", [("record_32", 21.9, 14.4), ("record_92", 81.2, 78.3)])
 def test_the_whole_step_compiles(preset, training, validation):
     """Limits: peak memory in GB of live tensors, without the passes that compile. PyTorch 2.11 differs.
 
     All stages share one forward and one backward graph of the layers. The head has one pair for each number of targets.
-    frontier has a pair of graphs for the signs of n-grams.
+    record_92 has a pair of graphs for the signs of n-grams.
     """
-    table = ["--ngram_rows=42301440"] if preset == "frontier" else []
+    table = ["--ngram_rows=42301440"] if preset == "record_92" else []
     figures = compile_for("h200", f"--preset={preset}", *table)
     graphs = figures["graphs"]["training"], figures["graphs"]["validation"]
-    assert graphs == dict(track_1=(4, 2), frontier=(8, 3))[preset]
+    assert graphs == dict(record_32=(4, 2), record_92=(8, 3))[preset]
     peak = figures["peak_gb"]
     assert peak["training"] < 1.05 * training and peak["validation"] < 1.05 * validation
 

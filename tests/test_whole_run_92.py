@@ -9,7 +9,7 @@ import record92_reference as reference
 from conftest import gpt
 from reference_run import ngram_signs, read_shards, validation_rows
 from run_float64 import assert_equal_run, read_initial_parameters, run_float64
-from test_frontier import convert_parameters
+from test_model_92 import convert_parameters
 
 from data.text import write_shard
 
@@ -27,7 +27,7 @@ STAGES = [
 ]  # fmt: skip
 DECAYS = dict(embed=0.04, head=0.03, value_embed=0.02, scalar=0.02, residual=0.03, mix=0.04, gate=0.05)
 OPTIONS = dict(
-    preset="smoke_frontier", stages=json.dumps(STAGES), num_iterations=42, extension_steps=2,
+    preset="smoke_92", stages=json.dumps(STAGES), num_iterations=42, extension_steps=2,
     tokens_per_step=512, seq_len=128, micro_batch_tokens=256, max_doc_len=120, max_attention_len=70,
     vocab_size=VOCAB, ngram_rows=400, warmup_iterations=0, untie_frac=0.8,
     val_tokens=512, val_seq_len=256, val_loss_every=15, val_windows="150,60",
@@ -114,8 +114,8 @@ def list_stage_constants(shape, step):
 
 @pytest.mark.recipe
 def test_the_record_from_its_options():
-    """What the reference reads from the options of preset frontier is record 92, in every step."""
-    config = gpt.plain_dict(gpt.make_config({"preset": "frontier", "ngram_rows": 84602880}))
+    """What the reference reads from the options of preset record_92 is record 92, in every step."""
+    config = gpt.plain_dict(gpt.make_config({"preset": "record_92", "ngram_rows": 84602880}))
     shape, record = reference.shape_of(config), reference.RECORD_92
     assert shape.topology == record.topology
     assert reference.parameter_sizes(shape) == reference.parameter_sizes(record)

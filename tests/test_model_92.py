@@ -14,9 +14,9 @@ from records.ablate import find_parts
 
 CPU = torch.device("cpu")
 SMALL = dict(
-    preset="frontier", device="cpu", vocab_size=50, vocab_multiple=2, model_dim=48, num_heads=6, head_dim=8,
+    preset="record_92", device="cpu", vocab_size=50, vocab_multiple=2, model_dim=48, num_heads=6, head_dim=8,
     short_qk_dim=4, ngram_rows=202, embed_dtype="float32", matrix_dtype="float32", mudd_groups=4,
-    layers=tuple(dataclasses.replace(spec, v_dim=spec.v_dim and 4) for spec in gpt.FRONTIER_LAYERS),
+    layers=tuple(dataclasses.replace(spec, v_dim=spec.v_dim and 4) for spec in gpt.RECORD_92_LAYERS),
 )  # fmt: skip
 LENGTHS = [  # steps, tokens of a rank, longest document and number of classes of each stage
     (10, 16, 7, 24), (10, 24, 12, 32), (8, 32, 18, 40), (4, 32, 18, 48), (5, 28, 18, None), (6, 16, 18, None),
@@ -24,14 +24,14 @@ LENGTHS = [  # steps, tokens of a rank, longest document and number of classes o
 TINY = dict(
     vocab_size=60, vocab_multiple=64, model_dim=32, num_heads=4, head_dim=8, short_qk_dim=4, ngram_rows=400,
     mlp_ratio=1.5, mlp_lr_mul=(1.5**0.5, 2 * 1.5**0.5), mudd_groups=4, num_iterations=42, extension_steps=6,
-    layers=tuple(dataclasses.replace(spec, v_dim=spec.v_dim and 4) for spec in gpt.FRONTIER_LAYERS),
+    layers=tuple(dataclasses.replace(spec, v_dim=spec.v_dim and 4) for spec in gpt.RECORD_92_LAYERS),
     embed_dtype="float32", matrix_dtype="float32", max_attention_len=13, yarn_max_window=52,
     val_windows=(80, 24), tokens_per_step=64, seq_len=32, max_doc_len=18,
     stages=tuple(
         dataclasses.replace(
             stage, duration=steps, tokens_per_step=2 * length, seq_len=length, max_doc_len=cap,
             window_long=stage.window_long // 32, window_short=stage.window_short // 32, num_classes=classes)
-        for stage, (steps, length, cap, classes) in zip(gpt.FRONTIER_STAGES, LENGTHS)),
+        for stage, (steps, length, cap, classes) in zip(gpt.RECORD_92_STAGES, LENGTHS)),
 )  # fmt: skip
 NUMBERS = dict(
     qkv_scale=("scales", 0), proj_scale=("scales", 1), resid_attn=("residual", 0), resid_mlp=("residual", 1),
@@ -104,7 +104,7 @@ class Example:
     """A model with random parameters, the reference's shape and parameters. Two ranks read two buffers."""
 
     def __init__(self):
-        self.cfg = gpt.change_options(gpt.load_preset("frontier"), TINY)  # sequences may have any length
+        self.cfg = gpt.change_options(gpt.load_preset("record_92"), TINY)  # sequences may have any length
         self.shape = dataclasses.replace(reference.shape_of(gpt.plain_dict(self.cfg)), gradient_scale=1.0)
         torch.manual_seed(0)
         self.model = model = gpt.GPT(self.cfg).double()
@@ -178,7 +178,7 @@ def test_validation(float64):
 @pytest.mark.recipe
 def test_schedule():
     """Rates and decays of all groups, momentum, weights, windows, classes, YaRN and tokens of every step."""
-    cfg = gpt.make_config({"preset": "frontier"})
+    cfg = gpt.make_config({"preset": "record_92"})
     schedule = gpt.Schedule(cfg)
     assert schedule.count_tokens() == 328_663_040
     ends = [end for _, _, end in schedule.stage_ranges()]
@@ -355,7 +355,7 @@ def test_low_bits():
 
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("part", sorted(find_parts(gpt.load_preset("frontier"))))
+@pytest.mark.parametrize("part", sorted(find_parts(gpt.load_preset("record_92"))))
 def test_without(part, monkeypatch):
     """Without each part of the newest recipe two steps are finite, in fast forms and with FP8."""
     torch.manual_seed(0)
@@ -364,7 +364,7 @@ def test_without(part, monkeypatch):
     small = {name: value for name, value in SMALL.items() if name not in ("preset", "device")}
     small |= dict(tokens_per_step=256, seq_len=128, max_doc_len=128, val_seq_len=128, num_iterations=20)
     small |= dict(extension_steps=2, stages=stages, fp8="on", fp8_parts="mlp", matrix_dtype="bfloat16")
-    monkeypatch.setitem(gpt.PRESETS, "small", ("frontier", "", small))
+    monkeypatch.setitem(gpt.PRESETS, "small", ("record_92", "", small))
     options = dict(preset="small", device="cpu")
     base, cfg = gpt.make_config(options), gpt.make_config({**options, "without": part})
     before, after = gpt.plain_dict(base), gpt.plain_dict(cfg)
@@ -382,7 +382,7 @@ def test_without(part, monkeypatch):
 
 
 # Untied after 12 steps. All gradients are applied after 4, 8, 12 and 14 steps
-UNTIED_LATE = ("--preset=smoke_frontier", "--micro_batch_tokens=512", "--untie_frac=0.9")
+UNTIED_LATE = ("--preset=smoke_92", "--micro_batch_tokens=512", "--untie_frac=0.9")
 
 
 @pytest.mark.slow
@@ -396,7 +396,7 @@ def test_ranks_and_resumed_runs_agree_to_the_last_bit(shards, tmp_path):
     assert two["final_val_loss"] == whole_run["final_val_loss"]
     saved = folders[1].glob("checkpoints/*/*/step_*")
     assert sorted(path.name for path in saved) == ["step_000012", "step_000014"]
-    last = gpt.make_config({"preset": "smoke_frontier"})
+    last = gpt.make_config({"preset": "smoke_92"})
     assert gpt.Optimizer(gpt.GPT(last), last, make_runtime()).untie_step == 7
     for step, stopped, new in ((8, folders[2], folders[4]), (12, folders[3], folders[5])):
         smoke_run(shards, stopped, *UNTIED_LATE, f"--checkpoint_every={step}")
@@ -433,6 +433,6 @@ def test_the_initial_standard_deviation_of_matrices(zero_init, zero):
 def test_a_last_stage_without_steps():
     """Fewer steps than stages. The final validation still has its inputs."""
     for steps, num_targets in ((1, 2), (2, 1), (3, 1)):
-        cfg = gpt.make_config({"preset": "smoke_frontier", "num_iterations": steps, "extension_steps": 0})
+        cfg = gpt.make_config({"preset": "smoke_92", "num_iterations": steps, "extension_steps": 0})
         state = gpt.Schedule(cfg).at(steps)
         assert len(state.stage.loss_weights) == len(state.loss_weights) == num_targets
