@@ -159,10 +159,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt", default="", help="start of the text. -: from standard input")
     parser.add_argument("--num_samples", type=at_least(1), default=1)
     parser.add_argument("--max_new_tokens", type=at_least(1), default=256)
-    parser.add_argument("--temperature", type=at_least(0, float), default=0.8, help="0: greedy")
+    parser.add_argument("--temperature", type=at_least(0, float), default=1.0,
+                        help="0: greedy. With these defaults the words and repetitions of three models were "
+                             "nearest to those of held-out text (default %(default)s)")
     parser.add_argument("--top_k", type=at_least(0), default=50, help="draw from the likeliest. 0: all")
-    parser.add_argument("--top_p", type=float, default=1.0,
-                        help="draw from the fewest tokens whose probability reaches this. 1: all")
+    parser.add_argument("--top_p", type=float, default=0.95,
+                        help="draw from the fewest tokens whose probability reaches this. 1: all "
+                             "(default %(default)s)")
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     args = parser.parse_args(argv)

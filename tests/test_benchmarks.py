@@ -22,6 +22,7 @@ from benchmarks import (
     gpu,
     roofline,
     rules,
+    sampling,
     step,
 )
 from records import results
@@ -61,7 +62,7 @@ def test_step_compares_profiles_and_predicts(shards, tmp_path):
     ("gpt2_baseline", "--context=10000000"), ("gpt2_baseline", "--num_heads=3"),
     ("gpt2_baseline", "--beta2=1.5"), ("gpt2_baseline", "--lr=inf"), ("cpu_ablation", "--variant=bare"),
     ("compare_nanogpt", "--only=code,poems"), ("compare_nanogpt", "--shakespeare=nowhere"),
-    ("roofline", "--cards=h200,x1"), ("rules", "--seeds=1"),
+    ("roofline", "--cards=h200,x1"), ("rules", "--seeds=1"), ("sampling", "--num_samples=0"),
     ("tune", "--rounds=1"), ("tune", "--num_step=9"), ("tune", "--alternative=--compile=on fast"),
     ("tune", "--seq_len=100"), ("records.ablate", "--seeds=0"), ("records.ablate", "--extra='a"),
     ("records.ablate", "--extra=--without=softcap"), ("records.ablate", "--mechanisms=softcup"),
@@ -432,3 +433,23 @@ def test_the_loss_of_a_checkpoint_in_two_parts(shards, here):
     assert share * repeated + (1 - share) * others == pytest.approx(loss, rel=1e-5)
     assert loss == pytest.approx(result["final_val_loss"], rel=1e-5)
     assert copy_loss.split_loss(path.with_name("model.pt")) == (step, loss, share, repeated, others)
+
+
+def test_words_of_samples_are_counted():
+    """Without the ends of a sample. A repeated 4-gram counts once, and may be in two samples."""
+    read = sampling.find_words([256, *b"One two THREE four\n", 256, *b"five six"])
+    assert read == ["one", "two", "three", "four", "five", "six"]
+    samples = [b"x one two three four at zzzz x", b"x two three four at x", b"of"]
+    assert sampling.measure([[*sample] for sample in samples], read) == pytest.approx([87.5, 100 / 3, 100 / 3])
+
+
+def test_samples_are_compared_with_the_text_that_follows(shards, here, capsys, monkeypatch):
+    run(shards, "--num_iterations=4", "--checkpoint_every=4")
+    (path,) = here.glob("checkpoints/*/*/model.pt")
+    monkeypatch.setattr(sampling, "TEMPERATURES", (0.5, 1.0))
+    monkeypatch.setattr(sampling, "TOP_P", (1.0,))
+    monkeypatch.setattr(sampling, "SAMPLED", 8)
+    monkeypatch.setattr(sys, "argv", ["sampling.py", str(path), "--num_samples=2"])
+    status, out, _ = call_tool(capsys, sampling.main)
+    rows = [line.split(" | ")[0] for line in out.splitlines()[5:]]
+    assert (status, rows) == (0, ["| held-out", "| 0.5, 1.0", "| 1.0, 1.0"])
