@@ -1,7 +1,7 @@
 """Expected numbers of five presets, written from specifications and not from the program.
 
 Sources: C92.x is a section of the specification of record 92, A to D of that of the earlier records, H1 and
-H2 of that of Hyperball. INSIDE is docs/inside.md, and JSON is the field "config" of
+H2 of that of Hyperball. DIFF is docs/differences.md, and JSON is the field "config" of
 records/laptop/2026-11-28_six_grams/*.json. "Derived" marks arithmetic on such numbers, "reading" a choice
 where a text is open. If a preset differs on purpose, the comment says so. record92_reference.py has record
 92's stages and schedules, and the polynomials of all presets are in the two references.
@@ -165,7 +165,7 @@ RECORD_32_PARAMETERS = {
 }
 
 # C92.2. Both MLP matrices are published as 2816 x 768 (hidden x 768). The shape here is this repository's
-# (2, D, M). Narrow layers are stored without unused rows (INSIDE, "narrow heads and values";
+# (2, D, M). Narrow layers are stored without unused rows (DIFF, "narrow heads and values";
 # C92.2 says that training is the same). The embedding is a copy of the head
 ROOT_1_1 = math.sqrt(1.1)
 STD_FC = ("uniform", 768**-0.5 / math.sqrt(3))  # generators: uniform with bound 768^-0.5
@@ -399,7 +399,7 @@ ROPE = {
     # D7: updates up to 13 blocks only. Base, number and start of the scale are B6's (reading)
     "track_2": (32, 0.1, 0.1 * GROWTH_13, LONG_13),
     "muonh": (32, 0.1, 0.1 * GROWTH_13, LONG_13),  # record 32's model (reading)
-    # JSON: attention_scale 0.1, yarn_max_window 65536, head_dim 64. Half of the channels rotate: INSIDE.
+    # JSON: attention_scale 0.1, yarn_max_window 65536, head_dim 64. Half of the channels rotate (record 17).
     # Base 1024 and the form of B6, for windows 384, 512, 768, 1280
     "laptop": (16, 0.1, 0.1 * math.prod(0.2 * math.log(x) + 1 for x in (4 / 3, 3 / 2, 5 / 3)), {
         0: 1.0, 1: 0.629960524947, 4: 0.0738121858884, 8: 0.00763264798643, 12: 0.3 / 256, 15: 0.3 / 1024}),
@@ -426,7 +426,7 @@ SOFTCAP = {  # cap, shift, width. B2, C92.1, JSON. D7 is silent: B2
     "record_32": (30.0, 0.0, 7.5), "muonh": (30.0, 0.0, 7.5), "track_2": (30.0, 0.0, 7.5),
     "record_92": (23.0, 5.0, 7.5), "laptop": (23.0, 5.0, 7.5),
 }  # fmt: skip
-FP8_HEAD = {  # scales of input, weight and gradient. B9. C92.5: 2.0 / 448, and INSIDE for the two others
+FP8_HEAD = {  # scales of input, weight and gradient. B9. C92.5: 2.0 / 448, and DIFF for the two others
     "record_32": (math.sqrt(768) / 448, 2.0**-9, 1 / 448),
     "record_92": (math.sqrt(768) / 448, 2.0 / 448, 1 / 448),
 }  # fmt: skip
