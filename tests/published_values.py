@@ -399,7 +399,7 @@ ROPE = {
     # D7: updates up to 13 blocks only. Base, number and start of the scale are B6's (reading)
     "track_2": (32, 0.1, 0.1 * GROWTH_13, LONG_13),
     "muonh": (32, 0.1, 0.1 * GROWTH_13, LONG_13),  # record 32's model (reading)
-    # JSON: attention_scale 0.1, yarn_max_window 65536, head_dim 64. Half of the channels rotate (record 17).
+    # JSON: attention_scale 0.1, yarn_max_window 65536, head_dim 64. Half of the channels rotate (A17).
     # Base 1024 and the form of B6, for windows 384, 512, 768, 1280
     "laptop": (16, 0.1, 0.1 * math.prod(0.2 * math.log(x) + 1 for x in (4 / 3, 3 / 2, 5 / 3)), {
         0: 1.0, 1: 0.629960524947, 4: 0.0738121858884, 8: 0.00763264798643, 12: 0.3 / 256, 15: 0.3 / 1024}),
