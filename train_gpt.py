@@ -15,11 +15,10 @@ Part two, the same mathematics, faster. A check at startup compares the fast for
 Part three, infrastructure.
     DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
 
-Names without an annotation: cfg is a Config, rt a Runtime, comm a Comm, batch a Batch, ops Operations,
-    state a StepState, or of a bucket a dict of tensors. x, y and other data are tensors.
+Arguments without an annotation are tensors.
 Shapes: T tokens, D model_dim, H num_heads, K channels of a query or key, L of a value, F hidden channels of
-    an MLP, V padded vocabulary, N ranks, M matrices or elements of a bucket. A date in a source names a
-    record of the modded-nanogpt benchmark.
+    an MLP, V padded vocabulary, N ranks, M matrices or elements of a bucket.
+Sources: a number or a date names a record of the modded-nanogpt benchmark, see docs/published_records.md.
 """
 from __future__ import annotations
 
@@ -107,7 +106,7 @@ class LayerSpec:
     mlp: bool = True
     second_mlp: bool = False  # another MLP, with the same input
     v_dim: int | None = None  # channels per head of the values. None: head_dim
-    x0: bool = True  # add the normalized embedding. With mudd_in and x0_mix=after_attention: x_in instead
+    x0: bool = True  # add the normalized embedding
     ngram: bool = True  # add the n-gram embedding
     value_embed: int | None = None  # index of the value-embedding table that is added to the values
     skip_from: int | None = None  # earlier layer whose output is added to the input (U-Net skip)
@@ -116,9 +115,10 @@ class LayerSpec:
     key_offset: bool = False  # half of each key's channels come from the previous token
     xsa: bool = False  # exclusive self attention: subtract a part along the token's value
     head_gate: bool = False  # scale of each head's output, from 0.25: learned, or per token with gates_from
-    gates_from: int | None = None  # layer whose input feeds the scales of head_gate and xsa, a factor of
-    #   skip_from, and with x0_mix=after_attention, but no mudd_in, the scales of x0 and ngram. None: learned
-    #   scales (group mix), and no factor
+    gates_from: int | None = None  # layer whose input feeds scalars of this layer, per token:
+    #   - the scales of head_gate and xsa. None: they are learned, in group mix
+    #   - a factor of skip_from. None: no factor
+    #   - with x0_mix=after_attention and without mudd_in, the weights of x0 and n-grams
     mudd_in: tuple[str, ...] = ()  # activations added to input and values with per-token weights
     mudd_out: tuple[str, ...] = ()  # as mudd_in, added to the output. Also attn_in, mlp_in: normed inputs
 
@@ -131,7 +131,7 @@ class LayerSpec:
             names.add(f"h{self.attention_from}")
         if self.value_embed is not None:
             names.add(f"ve{self.value_embed}")
-        if self.mudd_in:  # see layer_scalars()
+        if self.mudd_in:  # layer_scalars() may have a weight for it
             names.add("x_in")
         return names
 
@@ -145,11 +145,11 @@ class Stage:
     window_short: int  # in short layers
     tokens_per_step: int | None = None  # None: --tokens_per_step
     max_doc_len: int | None = None  # None: --max_doc_len
-    lr_factor: float = 1.0  # multiplies every learning rate, except the final value of a cooldown
+    lr_factor: float = 1.0  # multiplies every learning rate, except the one at the end of a cooldown
     seq_len: int | None = None  # None: --seq_len
     loss_weights: tuple[tuple[float, float], ...] = ((1, 1),)  # (start, end) per target, nearest first
-    prefix_weight: tuple[float, ...] = ()  # loss weights of one more target, the longest token that is a
-    #   prefix of the next token. One weight for each equal part of the stage. (): no such target
+    prefix_weight: tuple[float, ...] = ()  # loss weight of one more target, the longest token that is a
+    #   prefix of the next token. (0.2, 0.1): 0.2 in the first half of the stage, then 0.1. (): no target
     num_classes: int | None = None  # classes in the sampled softmax of a packed sequence. None: all
 
 
@@ -171,19 +171,23 @@ class Group:
         return (step + 1) % self.period(step, late_step) == 0
 
     def count_updates(self, num_steps: int, late_step: int):
-        """Number of updates in the first num_steps steps."""
+        """Number of updates in the first num_steps steps. A period p has num_steps // p updates."""
         if not self.late_every or num_steps <= late_step:
             return num_steps // self.every
-        return late_step // self.every + num_steps // self.late_every - late_step // self.late_every
+        num_early = late_step // self.every
+        num_late = num_steps // self.late_every - late_step // self.late_every
+        return num_early + num_late
 
 
 RECORD_32_GROUPS = dict(
-    matrix=Group(rule="muon", lr=0.05, betas=(0.9, 0.95)),  # blocks' matrices. lr: spectral norm of updates
+    # Matrices of blocks. lr: spectral norm of an update. muon has no betas, other rules read them
+    matrix=Group(rule="muon", lr=0.05, betas=(0.9, 0.95)),
     embed=Group(lr=0.6),
     value_embed=Group(lr=0.6),
-    ngram=Group(lr=0.6),  # n-gram embedding
     head=Group(lr=0.008),  # also trains the embedding while they are tied
-    scalar=Group(lr=0.04),  # learned scalars. In record 32 all groups below are empty
+    scalar=Group(lr=0.04),  # learned scalars
+    # Record 32 has no parameters in the groups below
+    ngram=Group(lr=0.6),  # n-gram embedding
     residual=Group(lr=0.04, betas=(0.9, 0.95)),  # residual_init's scales of the residual stream
     mix=Group(lr=0.008, betas=(0.9, 0.95)),  # scales of outputs, and those that gates_from would feed
     gate=Group(lr=0.008, betas=(0.9, 0.99)),  # token gates, smear, and gates of value embeddings
@@ -326,7 +330,7 @@ class Config:
     def mlp_hidden(self):
         return round(self.mlp_ratio * self.model_dim)
 
-    def qk_dim(self, spec):
+    def qk_dim(self, spec: LayerSpec):
         """Channels per head of a layer's queries and keys."""
         return self.short_qk_dim if self.short_qk_dim and spec.attention == "short" else self.head_dim
 
@@ -341,7 +345,9 @@ class Config:
 
     def step_at(self, fraction: float):
         """First step after a fraction of the schedule. 1: never."""
-        return math.ceil(fraction * self.scheduled_steps - 1e-6) if fraction < 1 else sys.maxsize
+        if fraction >= 1:
+            return sys.maxsize
+        return math.ceil(fraction * self.scheduled_steps - 1e-6)  # 1e-6 absorbs rounding of the product
 
     @property
     def full_stages(self):
@@ -369,17 +375,20 @@ def build_layers(num_layers: int, pattern: str):
     long_layers = {round(i * last / 3) for i in range(4)}
     layers = []
     for i in range(num_layers):
-        from_end = last - i
-        spec = dict(attention="long" if i in long_layers else "short", mlp=i > 0 or num_layers == 1)
+        mirror = last - i  # as far from the first layer as i is from the last
+        attention = "long" if i in long_layers else "short"
+        value_embed = skip_from = None
         if i < num_values:
-            spec["value_embed"] = i
-        elif from_end < num_values:
-            spec["value_embed"] = num_values - 1 - from_end
-        if from_end < min(i, num_layers // 2):
-            spec["skip_from"] = from_end
+            value_embed = i
+        elif mirror < num_values:
+            value_embed = num_values - 1 - mirror
+        if mirror < i and mirror < num_layers // 2:
+            skip_from = mirror
         if num_layers >= 4 and i == round(2 * last / 3):
-            spec.update(attention="none", value_embed=None)
-        layers.append(LayerSpec(**spec))
+            attention = "none"
+            value_embed = None
+        has_mlp = i > 0 or num_layers == 1
+        layers.append(LayerSpec(attention, mlp=has_mlp, value_embed=value_embed, skip_from=skip_from))
     return tuple(layers)
 
 
@@ -389,9 +398,10 @@ def build_laptop_layers(num_layers):
     last = num_layers - 1
     layers = []
     for i in range(num_layers):
-        layers.append(LayerSpec(
-            attention="long" if i in (last, *range(3, last, 4)) else "short", key_offset=True,
-            value_embed=i % 2, skip_from=last - i if last < 2 * i - 1 else None))
+        mirror = last - i
+        attention = "long" if i == last or i % 4 == 3 else "short"
+        skip_from = mirror if mirror < i - 1 else None
+        layers.append(LayerSpec(attention, key_offset=True, value_embed=i % 2, skip_from=skip_from))
     return tuple(layers)
 
 
@@ -413,7 +423,9 @@ RECORD_92_LAYERS = (  # record 92, 2026-08-30
               mudd_out=("x_in", "h7", "h9", "ve0", "h3", "ve1", "ve3", "ve2", "mlp_in", "attn_in")),
 )
 
-RECORD_92_STAGES = (  # durations 1 to 5 add up to scheduled_steps + 1. The extension cuts the last step
+# The first five durations add up to scheduled_steps + 1 = 1175, so they are numbers of steps, see Schedule.
+# The last stage is the extension, which begins one step earlier
+RECORD_92_STAGES = (
     Stage(duration=320, window_long=384, window_short=128, tokens_per_step=131_072, max_doc_len=896,
           seq_len=16_384, loss_weights=((1, 1), (0.5, 0.5), (0.25, 0)), prefix_weight=(0.25,),
           num_classes=10_240),
@@ -428,7 +440,8 @@ RECORD_92_STAGES = (  # durations 1 to 5 add up to scheduled_steps + 1. The exte
 )
 
 # The embedding is tied to head.weight until step 1175, and group head trains it. every=2: updates in steps
-# 1, 3, 5, ..., with the gradients of two steps. As published, lr * weight_decay contains the lr twice
+# 1, 3, 5, ..., with the gradients of two steps. The published decay of a weight is lr * lr * wd * wd_mul,
+# with the lr twice. The update multiplies weight_decay by lr, so a row here has lr * wd * wd_mul
 RECORD_92_GROUPS = dict(
     matrix=Group(rule="anvil", lr=0.023, betas=(0.9, 0.9), weight_decay=0.023 * 2.25),
     embed=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # once untied
@@ -528,14 +541,18 @@ class StepState(typing.NamedTuple):
 
 
 class Schedule:
-    def __init__(self, cfg):
+    def __init__(self, cfg: Config):
         self.cfg = cfg
         self.stages = cfg.full_stages
-        self.num_iterations, self.scheduled_steps = cfg.num_iterations, cfg.scheduled_steps
+        self.num_iterations = cfg.num_iterations
+        self.scheduled_steps = cfg.scheduled_steps
         self.slow_momentum_step = cfg.step_at(cfg.slow_momentum_start)
 
         # As published, a stage ends at the first step where step / (scheduled_steps + 1) reaches the summed
-        # share. The last one ends at scheduled_steps + 1 (clipped below), with an extension one step earlier
+        # share of the durations. Ends of three equal stages in a run of 9 steps:
+        #   without an extension        4, 7, 10. The methods below cut the last stage at step 9
+        #   with extension_steps=2      4, 7, 9. The first two stages share 8 steps, and the last of these is
+        #                               cut. The third stage is the extension
         durations = np.array([stage.duration for stage in self.stages])
         if cfg.extension_steps:
             durations = durations[:-1]
@@ -547,13 +564,15 @@ class Schedule:
         # Windows and RoPE of each stage, and of the final validation
         self.windows = [(stage.window_long, stage.window_short) for stage in self.stages]
         self.windows.append(cfg.val_windows or self.windows[-1])
-        long_windows, short_windows = zip(*self.windows)
-        # Half of the channel pairs do not rotate (record 17), except in heads of short_qk_dim (record 92)
+        long_windows = [long for long, _ in self.windows]
+        short_windows = [short for _, short in self.windows]
+        # Half of the channel pairs do not rotate (record 17). RoPE of short layers also follows long windows
         num_pairs = cfg.head_dim // 2
-        long = short = self._adapt_rope(num_pairs, num_pairs // 2, long_windows, cfg.attention_scale[0])
-        if cfg.short_qk_dim:
-            short = self._adapt_rope(cfg.short_qk_dim // 2, 0, short_windows, cfg.attention_scale[1])
-        self.ropes = [dict(long=x, short=y) for x, y in zip(long, short)]
+        long_ropes = self._adapt_rope(num_pairs, num_pairs // 2, long_windows, cfg.attention_scale[0])
+        short_ropes = long_ropes
+        if cfg.short_qk_dim:  # all pairs of short heads rotate, and follow short windows (record 92)
+            short_ropes = self._adapt_rope(cfg.short_qk_dim // 2, 0, short_windows, cfg.attention_scale[1])
+        self.ropes = [dict(long=long, short=short) for long, short in zip(long_ropes, short_ropes)]
 
     def _adapt_rope(self, num_pairs: int, num_fixed: int, windows: Iterable[int], softmax_scale: float):
         """RoPE setting for each entry of windows (YaRN, arXiv 2309.00071). num_fixed pairs do not rotate."""
@@ -562,8 +581,9 @@ class Schedule:
         old_window = None
         settings = []
         for window in windows:
-            window = min(window, self.cfg.yarn_max_window) or 1  # yarn_max_window=0: 1 in all stages
-            old_window = old_window or window
+            window = max(1, min(window, self.cfg.yarn_max_window))  # yarn_max_window=0: 1 in all stages
+            if old_window is None:
+                old_window = window
             rotations = old_window * frequencies / (2 * math.pi)
             keep = np.clip((rotations - 1) / (32 - 1), 0, 1)  # high frequencies do not change
             frequencies = frequencies * (old_window / window + keep * (1 - old_window / window))
@@ -678,7 +698,7 @@ class PackedSequence(typing.NamedTuple):
     max_doc_len: int
 
 
-def plan_sequences(schedule, shards: Iterator[tuple[int, Shard]], anywhere: bool):
+def plan_sequences(schedule: Schedule, shards: Iterator[tuple[int, Shard]], anywhere: bool):
     """Yield the packed sequences of the whole run in order. Ends early if the shards run out. A sequence
     takes the next documents, cut to max_doc_len, until they have seq_len + 1 tokens. The rest of its last
     document is dropped. With anywhere, it begins with the last target of the previous sequence. The end of a
@@ -719,7 +739,7 @@ def find_last_token(shard, first: int, stage):
     return last if last < len(shard.tokens) else None
 
 
-def divide_step(cfg, world_size: int, stage):
+def divide_step(cfg: Config, world_size: int, stage):
     """Divide a step. Returns (micro-batches per rank, sequences per micro-batch)."""
     num_sequences = stage.tokens_per_step // stage.seq_len // world_size
     per_micro_batch = find_divisor(num_sequences, cfg.micro_batch_tokens // stage.seq_len)
@@ -734,7 +754,7 @@ def find_divisor(number: int, limit: int):
 class TrainData:
     """The packed sequences of a whole run. Every rank can read every sequence."""
 
-    def __init__(self, cfg, schedule):
+    def __init__(self, cfg: Config, schedule: Schedule):
         """Plan all sequences and open the shards that they need. RunError if tokens are missing."""
         self.cfg, self.schedule = cfg, schedule
         self.shards: list[Shard] = []  # scan_shards() appends to it
@@ -781,7 +801,7 @@ class TrainData:
         """Packed sequences (sequences, seq_len + 1), uint16."""
         return np.stack([self.read_tokens(index) for index in indices])
 
-    def batches(self, comm, start: int, end: int, sweep_from: int | None = None):
+    def batches(self, comm: Comm, start: int, end: int, sweep_from: int | None = None):
         """This rank's micro-batches of steps start..end-1. The ranks share the sequences of a step in order.
         The sweeps through the classes begin at step sweep_from (None: start)."""
         cfg = self.cfg
@@ -873,7 +893,7 @@ def make_batch(tokens: np.ndarray, bos: int, max_attention_len: int = 0):
 class ValData:
     """The first val_tokens validation tokens in sequences of val_seq_len, without max_doc_len."""
 
-    def __init__(self, cfg):
+    def __init__(self, cfg: Config):
         self.cfg = cfg
         num_sequences = cfg.val_tokens // cfg.val_seq_len
         size = find_divisor(num_sequences, cfg.micro_batch_tokens // cfg.val_seq_len)
@@ -898,7 +918,7 @@ class ValData:
         starts = range(first, first + self.batch_tokens, size)
         return np.stack([self.tokens[start : start + size + 1] for start in starts])
 
-    def batches(self, comm, num_batches: int):
+    def batches(self, comm: Comm, num_batches: int):
         """Yield (batch of this rank, whether it counts) of the first num_batches. Ranks get equally many."""
         for first in range(0, num_batches, comm.world_size):
             tokens = [self.read_batch(min(first + rank, num_batches - 1)) for rank in range(comm.world_size)]
@@ -906,7 +926,7 @@ class ValData:
             yield add_plans(batch, tokens, comm.rank, self.cfg), first + comm.rank < num_batches
 
 
-def read_vocabulary(cfg):
+def read_vocabulary(cfg: Config):
     """Read the map from each token's bytes to its id, without <|endoftext|>."""
     # In GPT-2's file a printable byte is its own character. The others are the characters from 256 on
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
@@ -954,7 +974,7 @@ def prefetch(batches: Iterator[Batch], device):
             yield move_batch(batch, device)
 
 
-def move_batch(batch, device):
+def move_batch(batch: Batch, device):
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 # ==== OPERATIONS ===========================================================================================
@@ -994,7 +1014,7 @@ def add_scaled(x, weight, y):
 
 
 def add_embeddings(x, acts, s, names: list[str]):
-    """Add the named ones of the n-gram embedding, x0, and the first layer's input, times their scalars."""
+    """For each name add s[name] * acts[name] to x. Names are ngram, x0 and x_in."""
     for name in names:
         x = add_scaled(x, s[name], acts[name])
     return x
@@ -1006,7 +1026,7 @@ def rms_norm(x):
 
 
 def relu2_mlp(x, up, down, _scales=None):
-    """relu(x up)^2 down^T. x (T, D), up and down (D, F) -> (T, D). _scales: for a fast form."""
+    """relu(x up)^2 down^T. x (T, D), up and down (D, F) -> (T, D). Only the FP8 form reads _scales."""
     hidden = F.relu(x @ up).square()  # (T, F)
     return hidden @ down.T
 
@@ -1025,15 +1045,17 @@ class Heads(typing.NamedTuple):
     num_heads: int  # H
     qk_dim: int  # K, channels of a query or key
     v_dim: int  # L, channels of a value
-    num_positions: int  # P, RoPE positions of a token. Paired (2026-01-07): 2t in even heads, 2t + 1 in odd
+    num_positions: int  # P, RoPE positions of a token: 2 in paired layers (2026-01-07), else 1
     key_offset: bool
     has_norm: bool  # QK-norm
 
 
-def make_qkv(x, weight, rope, heads, step_inputs, ops):
+def make_qkv(x, weight, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations):
     """x (T, D), weight (2HK + HL, D) -> queries and keys (T, H, K) with QK-norm and RoPE, values (T, HL).
     Key offset (2025-12-14): the unrotated half of a key comes from the previous token."""
-    H, K, _, P, *_ = heads
+    H = heads.num_heads
+    K = heads.qk_dim
+    P = heads.num_positions
     qk, v = linear(x, weight).split((2 * H * K, H * heads.v_dim), dim=1)
     qk = qk.unflatten(1, (2, H // P, P, K))
     if heads.has_norm:
@@ -1042,7 +1064,7 @@ def make_qkv(x, weight, rope, heads, step_inputs, ops):
     q, k = rotate(qk, cos, sin).flatten(2, 3).unbind(1)  # (T, H, K)
     q = q * rope.softmax_scale
     if heads.key_offset:  # torch.lerp is five times faster than torch.where
-        k = torch.lerp(k, k.roll(1, 0), rope.is_unrotated.type_as(k))
+        k = torch.lerp(k, k.roll(1, 0), rope.takes_previous.type_as(k))
     return q, k, v
 
 
@@ -1129,7 +1151,7 @@ class Softcap(typing.NamedTuple):
         return logits
 
 
-def head_loss(x, weight, targets, target_weights, softcap):
+def head_loss(x, weight, targets, target_weights, softcap: Softcap):
     """Weighted cross-entropy of all targets, summed over tokens. A target of -1 is ignored. x (T, D), weight
     (V, D), targets (T, n), target_weights (n,) -> (), float32."""
     loss = torch.zeros((), dtype=at_least_fp32(x), device=x.device)
@@ -1141,7 +1163,7 @@ def head_loss(x, weight, targets, target_weights, softcap):
     return loss
 
 
-def val_loss(x, weight, targets, softcap):
+def val_loss(x, weight, targets, softcap: Softcap):
     """The metric: summed cross-entropy of the next token. x (T, D), weight (V, D), targets (T,) -> ()."""
     loss = 0.0
     for x_chunk, target in zip(x.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK)):
@@ -1168,7 +1190,7 @@ def do_not_wait(segment: int):
     """Of a model without an optimizer: all parameters have their values."""
 
 
-def make_calls(model, compile: Callable = keep_function):
+def make_calls(model: GPT, compile: Callable = keep_function):
     """The calls of a model. compile: applied to each function."""
     rules = {name: compile(rule.update) for name, rule in RULES.items()}
     return Calls(compile(model.run_segment), compile(model.sum_ngrams), compile(model.head.forward), rules,
@@ -1178,19 +1200,21 @@ def make_calls(model, compile: Callable = keep_function):
 class Head(nn.Module):
     """Logits and loss. Source: records 18 and 32."""
 
-    def __init__(self, cfg):
+    def __init__(self, cfg: Config):
         super().__init__()
         self.softcap = Softcap(*cfg.softcap)
         self.weight = parameter(torch.zeros(  # (V, D)
             cfg.padded_vocab_size, cfg.model_dim, dtype=getattr(torch, cfg.embed_dtype)), "head")
         self.register_buffer("prefix_tokens", torch.full((cfg.padded_vocab_size,), -1), persistent=False)
 
-    def forward(self, x, targets, step_inputs, loss_weights, classes, ops):
+    def forward(self, x, targets, step_inputs: StepInputs, loss_weights, classes, ops: Operations):
         """x (T, D), targets (T,) -> cross-entropy summed over tokens, float32. See GPT.forward()."""
         if loss_weights is None:
             return val_loss(x, self.weight, targets, self.softcap)
 
-        # Targets: the next token, later ones of the sequence (2025-12-22), a prefix (2026-07-13). -1: none
+        # A column for each kind of target: the next token, later tokens of its sequence (2025-12-22), and a
+        # prefix of the next token (2026-07-13). -1: none. A sequence a b c d has the targets b c d e. They
+        # are the first column. The second column is c d e -1
         columns = [targets]
         is_last = step_inputs.is_sequence_start.roll(-1)
         for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
@@ -1201,15 +1225,17 @@ class Head(nn.Module):
         if classes is None:
             return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
 
-        # Sampled softmax over a sequence's classes, uncorrected (record 92). Other prefixes are ignored
+        # Sampled softmax over C classes of each sequence, without a correction (record 92). All next tokens
+        # are among them. Prefixes that are not have no loss
         losses = []
+        num_sequences, num_classes = classes.shape
         weights = F.embedding(classes, self.weight)  # (sequences, C, D)
-        n = len(classes)
-        for part, wanted, rows, weight in zip(x.chunk(n), targets.chunk(n), classes, weights):
-            places = torch.full_like(self.prefix_tokens, -1)  # (V,) place of each class among the C logits
-            places = places.scatter(0, rows, torch.arange(len(rows), device=rows.device))
-            wanted = places[wanted.clamp(min=0)].masked_fill(wanted < 0, -1)
-            losses.append(ops.head_loss(part, weight, wanted, loss_weights, self.softcap))
+        logit_indices = torch.arange(num_classes, device=classes.device)
+        for i, (x_part, tokens) in enumerate(zip(x.chunk(num_sequences), targets.chunk(num_sequences))):
+            logit_of_token = torch.full_like(self.prefix_tokens, -1)  # (V,)
+            logit_of_token = logit_of_token.scatter(0, classes[i], logit_indices)
+            logit_targets = logit_of_token[tokens.clamp(min=0)].masked_fill(tokens < 0, -1)
+            losses.append(ops.head_loss(x_part, weights[i], logit_targets, loss_weights, self.softcap))
         return torch.stack(losses).sum()
 
     def compute_logits(self, x):
@@ -1241,7 +1267,8 @@ class Rope(typing.NamedTuple):
     sin: Tensor
     softmax_scale: Tensor  # ()
     num_rotating: int  # pairs that rotate. The other ones have cos 1 and sin 0
-    is_unrotated: Tensor  # (T, 1, K) 1 on channels without RoPE, except at sequence starts. Else 0
+    takes_previous: Tensor  # (T, 1, K) for key_offset: 1 on channels without RoPE, except in the first token
+    #   of a sequence. Else 0
 
 
 class StepInputs(typing.NamedTuple):
@@ -1253,24 +1280,24 @@ class StepInputs(typing.NamedTuple):
     has_prefix_target: bool = False
 
 
-def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
+def make_step_inputs(state, num_tokens: int, seq_len: int, cfg: Config, device):
     """Model inputs for num_tokens tokens in the stage of `state`. Positions restart every seq_len tokens."""
     positions = torch.arange(num_tokens, device=device) % seq_len
 
     ropes = {}
-    kinds = {(spec.attention, spec.paired) for spec in cfg.layers if spec.attention != "none"}
-    for kind, is_paired in sorted(kinds):
-        at = positions[:, None]  # (T, P), P = 2 for paired layers
-        if is_paired:
-            at = 2 * at + torch.arange(2, device=device)
-        frequencies, scale = state.rope[kind]
-        angles = at[..., None].double() * torch.tensor(frequencies, device=device)  # (T, P, K/2)
-        is_fixed = torch.tensor(frequencies == 0, device=device)
-        is_unrotated = torch.cat((is_fixed, is_fixed)) & (positions > 0)[:, None, None]
-        ropes[kind, is_paired] = Rope(
+    keys = {(spec.attention, spec.paired) for spec in cfg.layers if spec.attention != "none"}
+    for attention_window, is_paired in sorted(keys):
+        rope_positions = positions[:, None]  # (T, P)
+        if is_paired:  # each token has the positions 2t and 2t + 1
+            rope_positions = 2 * rope_positions + torch.arange(2, device=device)
+        frequencies, softmax_scale = state.rope[attention_window]
+        angles = rope_positions[..., None].double() * torch.tensor(frequencies, device=device)  # (T, P, K/2)
+        is_unrotated = torch.tensor(frequencies == 0, device=device).repeat(2)  # (K,)
+        takes_previous = is_unrotated & (positions > 0)[:, None, None]  # (T, 1, K)
+        ropes[attention_window, is_paired] = Rope(
             angles.cos().to(torch.float32), angles.sin().to(torch.float32),
-            torch.tensor(scale, dtype=torch.float32, device=device), int((frequencies > 0).sum()),
-            is_unrotated.to(torch.float32))
+            torch.tensor(softmax_scale, dtype=torch.float32, device=device), int((frequencies > 0).sum()),
+            takes_previous.to(torch.float32))
     windows = torch.tensor(state.windows, dtype=torch.int32, device=device)
     return StepInputs(windows, ropes, positions == 0, has_prefix_target=bool(state.stage.prefix_weight))
 
@@ -1278,7 +1305,7 @@ def make_step_inputs(state, num_tokens: int, seq_len: int, cfg, device):
 class GPT(nn.Module):
     """The language model, initialized on the CPU, so that a seed gives equal weights on every device."""
 
-    def __init__(self, cfg, segments: list[range] | None = None, ngram_table=None):
+    def __init__(self, cfg: Config, segments: list[range] | None = None, ngram_table=None):
         """segments: layers of each graph. None: one. ngram_table: zeros for local rows. None: all rows."""
         super().__init__()
         self.cfg = cfg
@@ -1291,7 +1318,8 @@ class GPT(nn.Module):
             str(i): parameter(normal(shape, cfg.embed_std[1]).to(storage), "value_embed", is_table=True)
             for i in sorted(used_tables)})
         self.blocks = nn.ModuleList(Block(cfg, i) for i in range(cfg.num_layers))
-        self.reads = [{*block.embeddings, *block.spec.inputs()} for block in self.blocks]  # names in acts
+        # Names in acts that each layer reads
+        self.acts_read = [{*block.embeddings, *block.spec.inputs()} for block in self.blocks]
         self.gates_scale = None  # learned output scale of the gates of all layers. MUDD's is constant
         if any(block.gates is not None for block in self.blocks):
             self.gates_scale = parameter(torch.tensor([TokenGates.SCALE]), "gate", lr_mul=0.1, wd_mul=0.0)
@@ -1315,16 +1343,16 @@ class GPT(nn.Module):
         self.wait_for = do_not_wait
         self.tables: dict[str, Table] = {}
 
-    def forward(self, batch, step_inputs, ops, loss_weights=None):
+    def forward(self, batch: Batch, step_inputs: StepInputs, ops: Operations, loss_weights=None):
         """T tokens -> loss summed over them, float32. loss_weights (n,) of the targets: next token, token
         after the next, ..., prefix of the next token. None: only the next token, among all classes."""
         x = self.run_layers(batch, step_inputs, ops)
         self.wait_for(len(self.segments))
         return self.calls.run_head(x, batch.targets, step_inputs, loss_weights, batch.classes, ops)
 
-    def run_layers(self, batch, step_inputs, ops):
-        """T tokens -> final normalized activations (T, D). These look-ups are not compiled, because
-        Inductor would add the gradients of a row atomically, in a float32 copy of the table (record 32)."""
+    def run_layers(self, batch: Batch, step_inputs: StepInputs, ops: Operations):
+        """T tokens -> final normalized activations (T, D). Look-ups in tables are not compiled, because
+        Inductor would add the gradients of a row atomically, in a float32 copy of the table."""
         self.wait_for(0)  # the embedding. The loop below repeats it
         table = self.head.weight if self.is_tied else self.embed
         x = F.embedding(batch.inputs, table).to(ops.dtype)  # (T, D)
@@ -1352,10 +1380,11 @@ class GPT(nn.Module):
         # Each segment waits for its parameters, and for the value embeddings that it reads first
         for segment, layers in enumerate(self.segments):
             self.wait_for(segment)
-            needed = set().union(*self.reads[layers.start : layers.stop])
-            for name in sorted(needed & read_values.keys()):
-                read = read_values.pop(name)
-                acts[name] = read().to(ops.dtype)  # (T, D)
+            needed = set().union(*self.acts_read[layers.start : layers.stop])
+            for name in sorted(read_values):
+                if name in needed and name not in acts:
+                    finish_reading = read_values[name]
+                    acts[name] = finish_reading().to(ops.dtype)  # (T, D)
             x, acts, token_scalars = self.calls.run_segment(
                 layers, x, acts, token_scalars, batch.doc_ids, step_inputs, ops)
         return x
@@ -1372,7 +1401,8 @@ class GPT(nn.Module):
         signs = F.embedding(sign_rows, self.ngram_signs).to(dtype)  # (n, T, D)
         return sum(rows.to(dtype).view_as(signs) * signs)  # Python's sum over n: faster than Tensor.sum()
 
-    def run_segment(self, layers: range, x, acts, token_scalars, doc_ids, step_inputs, ops):
+    def run_segment(self, layers: range, x, acts, token_scalars, doc_ids, step_inputs: StepInputs,
+                    ops: Operations):
         """Run consecutive layers. Returns x, and what later layers need: acts {name: (T, D)}, and scalars
         per token {layer: {name: (T, n)}}."""
         acts = dict(acts)
@@ -1411,7 +1441,7 @@ class GPT(nn.Module):
             acts[f"h{layer}"] = x
         if layers.stop == len(self.blocks):
             x = ops.rms_norm(x)
-        read_later = set().union(*self.reads[layers.stop :])
+        read_later = set().union(*self.acts_read[layers.stop :])
         acts = {name: act for name, act in acts.items() if name in read_later}
         return x, acts, token_scalars
 
@@ -1440,7 +1470,7 @@ class Scalar(typing.NamedTuple):
 #   mudd_v, mudd_x, mudd_out     weights of dense connections into values, input and output
 
 
-def layer_scalars(cfg, layer: int):
+def layer_scalars(cfg: Config, layer: int):
     """The scalars of a layer. Sources: records 9, 15 and 32, and records of 2026."""
     spec = cfg.layers[layer]
     scalars = []
@@ -1449,12 +1479,12 @@ def layer_scalars(cfg, layer: int):
     is_after = cfg.x0_mix == "after_attention"
 
     # Where scalars come from that are learned in one recipe, and computed per token in another
-    of_heads_and_skips = "mix" if spec.gates_from is None else "gates"
-    of_stream = "mudd" if has_mudd else "residual"
-    of_outputs = "mudd" if has_mudd else "mix"
-    of_embeddings = "scalar"
+    head_source = "mix" if spec.gates_from is None else "gates"
+    stream_source = "mudd" if has_mudd else "residual"
+    output_source = "mudd" if has_mudd else "mix"
+    embedding_source = "scalar"
     if is_after:
-        of_embeddings = "mudd" if has_mudd else of_heads_and_skips
+        embedding_source = "mudd" if has_mudd else head_source
 
     def add(name: str, source: str, *init: float):
         scalars.append(Scalar(name, source, init))
@@ -1465,9 +1495,9 @@ def layer_scalars(cfg, layer: int):
     # Embeddings that enter the residual stream, before attention or after it
     if spec.x0 and cfg.x0_mix != "off":
         # As published, a layer with MUDD adds x_in in place of x0, although mudd_in has it already
-        add("x_in" if has_mudd and is_after else "x0", of_embeddings, 0.0)
+        add("x_in" if has_mudd and is_after else "x0", embedding_source, 0.0)
     if spec.ngram and cfg.ngram_rows:
-        add("ngram_in" if is_after and layer == 0 else "ngram", of_embeddings, 0.05)
+        add("ngram_in" if is_after and layer == 0 else "ngram", embedding_source, 0.05)
 
     # U-Net skip: the logit of its weight, and with gates_from a factor per token
     if spec.skip_from is not None:
@@ -1489,18 +1519,18 @@ def layer_scalars(cfg, layer: int):
     if cfg.residual_init:
         if has_attention:
             add("proj_scale", "scalar", 1.0)
-            add("attn_out" if has_mudd else "proj_out", of_outputs, 1.0)
+            add("attn_out" if has_mudd else "proj_out", output_source, 1.0)
         if has_attention or spec.x0 or spec.ngram:  # else resid_mlp scales the same x
-            add("resid_attn", of_stream, cfg.residual_init)
-        add("resid_mlp", of_stream, cfg.residual_init)
+            add("resid_attn", stream_source, cfg.residual_init)
+        add("resid_mlp", stream_source, cfg.residual_init)
         if spec.mlp:
-            add("mlp_out" if has_mudd else "down_out", of_outputs, 1.0)
+            add("mlp_out" if has_mudd else "down_out", output_source, 1.0)
 
     # Scalars of heads
     if has_attention and spec.xsa:
-        add("xsa", of_heads_and_skips, *[0.0] * cfg.num_heads)
+        add("xsa", head_source, *[0.0] * cfg.num_heads)
     if has_attention and spec.head_gate:
-        add("head_gate", of_heads_and_skips, *[0.25] * cfg.num_heads)
+        add("head_gate", head_source, *[0.25] * cfg.num_heads)
 
     if layer == 0 and cfg.smear:
         add("smear", "scalar", 0.0)
@@ -1520,7 +1550,7 @@ def layer_scalars(cfg, layer: int):
 
 
 class Block(nn.Module):
-    def __init__(self, cfg, layer: int):
+    def __init__(self, cfg: Config, layer: int):
         super().__init__()
         self.layer = layer
         self.spec = cfg.layers[layer]
@@ -1560,7 +1590,7 @@ class Block(nn.Module):
             weight = torch.zeros(min(12, cfg.model_dim), dtype=getattr(torch, cfg.embed_dtype))
             self.smear_gate = parameter(weight, "gate", lr_mul=0.01, wd_mul=0.0)
 
-    def forward(self, x, acts, s, mask, step_inputs, ops):
+    def forward(self, x, acts, s, mask, step_inputs: StepInputs, ops: Operations):
         """x (T, D) -> (T, D). s: this layer's scalars, (n,) or (T, n)."""
         spec = self.spec
         acts = dict(acts)
@@ -1592,14 +1622,15 @@ class Block(nn.Module):
             acts["attn_in"] = scale(ops.rms_norm(source), self.attn_gain_in)
             output = self.attention(acts["attn_in"], mudd_v, acts, s, mask, step_inputs, ops)
             x = add_scaled(x, s.get("attn_out"), scale(output, self.attn_gain_out))
-        # ... or after attention (2026)
+        # ... or after attention (record 73, 2026-02-12)
         if self.x0_mix == "after_attention":
             x = add_embeddings(x, acts, s, self.embeddings)
 
         # MLP
-        source, x = x, scale(x, s.get("resid_mlp"))
+        mlp_source = x
+        x = scale(x, s.get("resid_mlp"))
         if self.mlp is not None:
-            acts["mlp_in"] = scale(ops.rms_norm(source), self.mlp_gain_in)
+            acts["mlp_in"] = scale(ops.rms_norm(mlp_source), self.mlp_gain_in)
             output = self.mlp(acts["mlp_in"], s.get("down_out"), ops)
             if self.second_mlp is not None:
                 output = output + self.second_mlp(acts["mlp_in"], s.get("down_out"), ops)
@@ -1618,21 +1649,23 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Multi-head attention with QK-norm, RoPE, value embeddings, and the mechanisms of its LayerSpec."""
 
-    def __init__(self, cfg, spec):
+    def __init__(self, cfg: Config, spec: LayerSpec):
         super().__init__()
         self.spec = spec
         D, H, K, L = cfg.model_dim, cfg.num_heads, cfg.qk_dim(spec), spec.v_dim or cfg.head_dim
         self.heads = Heads(H, K, L, 1 + spec.paired, spec.key_offset, cfg.qk_norm)
         storage, gate_storage = getattr(torch, cfg.matrix_dtype), getattr(torch, cfg.embed_dtype)
         std = cfg.init_std * D**-0.5
-        qk = uniform((H * K, D), std, std).to(storage)
+        qk = uniform((2, H * K, D), std).to(storage)
         if cfg.equal_qk_init:  # with key_offset an induction head from step 0
             qk[1] = qk[0]
         group_rows = (cfg.qk_group_heads or H) * K
         self.qk = parameter(qk.view(-1, group_rows, D), "matrix", kind="qk")  # (2H / group, group * K, D)
-        # If HL < D, both train as if padded to (D, D). by_row does this for v, and lr_mul for proj
-        v = uniform((H * L, D), std)[0].to(storage)
-        proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5)[0].to(storage)
+        # If HL < D, both train as if padded with zeros to (D, D). matrix_step() multiplies the update of
+        # proj by sqrt(D / HL), and lr_mul divides by it. by_row: one variance for each row of v, as in (D,
+        # D)
+        v = uniform((H * L, D), std).to(storage)
+        proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5).to(storage)
         self.v = parameter(v, "matrix", kind="vo", by_row=H * L < D)  # (HL, D)
         self.proj = parameter(proj, "matrix", lr_mul=(H * L / D) ** 0.5, kind="vo")  # (D, HL)
         self.attention_gate_weight = self.ve_gate_weight = None
@@ -1643,10 +1676,11 @@ class Attention(nn.Module):
         if cfg.value_gate_dim and spec.value_embed is not None and not spec.mudd_in:
             self.ve_gate_weight = parameter(torch.zeros(H, cfg.value_gate_dim, dtype=gate_storage), "gate")
 
-    def forward(self, x, mudd_v, acts, s, mask, step_inputs, ops):
+    def forward(self, x, mudd_v, acts, s, mask, step_inputs: StepInputs, ops: Operations):
         """x (T, D) normalized, mudd_v (T, D) dense connections into the values -> (T, D)."""
         spec = self.spec
-        H, _, L, *_ = self.heads
+        H = self.heads.num_heads
+        L = self.heads.v_dim
 
         # 1. Queries, keys and values in one matmul, QK-norm and RoPE
         w_qkv = scale(torch.cat((self.qk.flatten(0, 1), self.v)).type_as(x), s.get("qkv_scale"))
@@ -1669,9 +1703,10 @@ class Attention(nn.Module):
         if mudd_v is not None:
             v = v + mudd_v.unflatten(1, (H, -1))[..., :L]
 
-        # 3. Attention. In a paired layer RoPE and attention pair different heads, as published. RoPE pairs h
-        # and h + 1: even ones have the position 2t, odd ones 2t + 1. Attention joins heads h and h + H/2 as
-        # two positions of one head, so that they see each other's keys
+        # 3. Attention. In a paired layer two heads become one head of 2T positions, so they see each other's
+        # keys. As published, RoPE and attention pair different heads. With four heads, token t has
+        #   in RoPE       position 2t in heads 0 and 2, 2t + 1 in heads 1 and 3
+        #   in attention  position 2t in heads 0 and 1, 2t + 1 in heads 2 and 3. They pair 0 with 2, 1 with 3
         if spec.paired:
             pairs = (x.reshape(-1, H // 2, x.size(-1)) for x in (q, k, v))  # (2T, H/2, K or L)
             y = ops.attention(*pairs, mask).reshape(v.shape)
@@ -1690,7 +1725,8 @@ class Attention(nn.Module):
         if spec.head_gate:
             y = y * s["head_gate"][..., None]
 
-        # 6. Output projection. As published, it may have two learned scales
+        # 6. Output projection. Record 92 has two learned scales of it: proj_scale in group scalar, proj_out
+        # in group mix, which has another learning rate
         w_proj = scale(scale(self.proj.type_as(x), s.get("proj_scale")), s.get("proj_out"))
         return linear(y.flatten(1), w_proj)  # (T, D)
 
@@ -1698,16 +1734,17 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two matrices (D, F), stacked for the optimizer."""
 
-    def __init__(self, cfg):
+    def __init__(self, cfg: Config):
         super().__init__()
         dim, hidden = cfg.model_dim, cfg.mlp_hidden
         fan_in = dim if cfg.has_output_gain else hidden  # with gains both start with one std, as in MuonH
-        matrices = uniform((dim, hidden), cfg.init_std * dim**-0.5, output_std(cfg, "mlp") * fan_in**-0.5)
-        self.up_down = parameter(matrices.to(getattr(torch, cfg.matrix_dtype)), "matrix",  # (2, D, F)
-                                 lr_mul=cfg.mlp_lr_mul, kind="up_down")
+        up = uniform((dim, hidden), cfg.init_std * dim**-0.5)
+        down = uniform((dim, hidden), output_std(cfg, "mlp") * fan_in**-0.5)
+        up_down = torch.stack((up, down)).to(getattr(torch, cfg.matrix_dtype))  # (2, D, F)
+        self.up_down = parameter(up_down, "matrix", lr_mul=cfg.mlp_lr_mul, kind="up_down")
         self.scales: tuple[Tensor, Tensor] | None = None  # of a fast form, see DelayedScales
 
-    def forward(self, x, down_out, ops):
+    def forward(self, x, down_out, ops: Operations):
         """x (T, D) normalized -> (T, D)."""
         up, down = self.up_down.type_as(x).unbind()
         return ops.relu2_mlp(x, up, scale(down, down_out), self.scales)
@@ -1719,7 +1756,7 @@ class TokenGates(nn.Module):
 
     SCALE, HIDDEN = 0.1, 64  # output scale (constant for MUDD, initial for gates), hidden channels
 
-    def __init__(self, cfg, outputs: list[tuple[int, Scalar]], lr_mul: float, num_groups: int = 1):
+    def __init__(self, cfg: Config, outputs: list[tuple[int, Scalar]], lr_mul: float, num_groups: int = 1):
         """outputs: scalars, each with the layer that uses it. num_groups > 1: each scalar has a value for
         each of num_groups groups of channels (record 92)."""
         super().__init__()
@@ -1728,7 +1765,7 @@ class TokenGates(nn.Module):
         init = [value / self.SCALE for _, scalar in outputs for value in scalar.init]
         hidden, dim, storage = self.HIDDEN, cfg.model_dim, getattr(torch, cfg.embed_dtype)
         decays = dict(lr_mul=lr_mul, wd_mul=lr_mul)  # as published, the decay has the square of lr_mul
-        fc = uniform((hidden, dim), (3 * dim) ** -0.5)[0].to(storage)
+        fc = uniform((hidden, dim), (3 * dim) ** -0.5).to(storage)
         self.fc = parameter(fc, "gate", **decays)  # (hidden, D)
         self.proj = parameter(torch.zeros(len(init), hidden, dtype=storage), "gate", **decays)
         self.bias = parameter(torch.tensor(init).to(storage), "gate", lr_mul=lr_mul, wd_mul=0.0)
@@ -1751,7 +1788,7 @@ class TokenGates(nn.Module):
         return values
 
 
-def make_gains(cfg):
+def make_gains(cfg: Config):
     """Gains (D,) of a sublayer's normalized input and of its output, if it has them."""
     gain_in = gain_out = None
     if "norm" in cfg.gains:
@@ -1761,9 +1798,10 @@ def make_gains(cfg):
     return gain_in, gain_out
 
 
-def parameter(data, *spec, **options):
+def parameter(data, group: str, **options):
+    """A parameter with a ParamSpec of these fields."""
     param = nn.Parameter(data)
-    param.spec = ParamSpec(*spec, **options)
+    param.spec = ParamSpec(group, **options)
     return param
 
 
@@ -1783,16 +1821,15 @@ def normal(shape: tuple[int, ...], std: float):
     return x
 
 
-def uniform(shape: tuple[int, ...], *stds: float):
-    """Uniform matrices (M, *shape) with these standard deviations. Source: record 19."""
-    x = torch.zeros(len(stds), *shape)
-    for matrix, std in zip(x, stds):
-        if std and not x.is_meta:
-            matrix.uniform_(-(3**0.5) * std, 3**0.5 * std)
+def uniform(shape: tuple[int, ...], std: float):
+    """Uniform with this standard deviation. std=0 draws no random numbers. Source: record 19."""
+    x = torch.zeros(shape)
+    if std and not x.is_meta:
+        x.uniform_(-(3**0.5) * std, 3**0.5 * std)
     return x
 
 
-def output_std(cfg, part: str):
+def output_std(cfg: Config, part: str):
     """init_std of the output projection of attention or mlp."""
     return 0.0 if cfg.zero_init in ("on", part) and not cfg.has_output_gain else cfg.init_std
 
@@ -1854,7 +1891,7 @@ class Rule:
             state["radius"] = matrix_norm(param)
         return state
 
-    def update(self, param, grad, state, hyper, options):
+    def update(self, param, grad, state, hyper: Hyper, options: UpdateOptions):
         """Update param (M, ...) and its state in place, in float32."""
         lr = options.lr_mul * hyper.lr
         hyper = hyper._replace(lr=lr, weight_decay=lr * options.wd_mul * hyper.weight_decay)
@@ -1873,33 +1910,33 @@ def join_bits(param, low_bits):
     return (param.view(torch.int16).int() << 16 | low_bits.int() & 0xFFFF).view(torch.float32)
 
 
-def muon(weight, grad, state, hyper, options):
-    """Muon (2024-10): orthogonalized Nesterov momentum."""
+def muon(weight, grad, state, hyper: Hyper, options: UpdateOptions):
+    """Muon (record 3): orthogonalized Nesterov momentum."""
     update = orthogonal_momentum(grad, state, hyper, options)
     return matrix_step(weight, update, hyper, options)
 
 
-def normuon(weight, grad, state, hyper, options):
+def normuon(weight, grad, state, hyper: Hyper, options: UpdateOptions):
     """NorMuon (2025-10-24): Muon with a variance for each row or column."""
     update = orthogonal_momentum(grad, state, hyper, options)
     update = normalize_rows(update, state, hyper)
     return matrix_step(weight, update, hyper, options)
 
 
-def muonh(weight, grad, state, hyper, options):
+def muonh(weight, grad, state, hyper: Hyper, options: UpdateOptions):
     """MuonH: the direction of Muon, a step on the sphere of each matrix's initial norm."""
     update = orthogonal_momentum(grad, state, hyper, options)
     return sphere_step(weight, update, state, hyper)
 
 
-def normuonh(weight, grad, state, hyper, options):
+def normuonh(weight, grad, state, hyper: Hyper, options: UpdateOptions):
     """NorMuonH: the direction of NorMuon, a step on the sphere."""
     update = orthogonal_momentum(grad, state, hyper, options)
     update = normalize_rows(update, state, hyper)
     return sphere_step(weight, update, state, hyper)
 
 
-def orthogonal_momentum(grad, state, hyper, options):
+def orthogonal_momentum(grad, state, hyper: Hyper, options: UpdateOptions):
     """Nesterov momentum of the gradient, orthogonalized."""
     momentum = state["momentum"]
     beta = hyper.momentum.to(momentum.dtype)
@@ -1909,9 +1946,9 @@ def orthogonal_momentum(grad, state, hyper, options):
     return orthogonalize(update, options.polynomial, options.dtype)
 
 
-def matrix_step(weight, update, hyper, options):
+def matrix_step(weight, update, hyper: Hyper, options: UpdateOptions):
     """Decay and update of matrices. lr: spectral norm of a square matrix's update. Tall matrices move
-    sqrt(rows / columns) times as far (record 4)."""
+    sqrt(rows / columns) times as far (record 8)."""
     rows, columns = update.shape[-2:]
     decay = hyper.weight_decay
     if options.cautious:
@@ -1919,7 +1956,7 @@ def matrix_step(weight, update, hyper, options):
     return weight * (1 - decay) - update * (hyper.lr * max(1, rows / columns) ** 0.5)
 
 
-def anvil(weight, grad, state, hyper, options):
+def anvil(weight, grad, state, hyper: Hyper, options: UpdateOptions):
     """ANVIL (record 92): NorMuon with a fast and a slow momentum, whose mean is 0.4385 fast + 0.5615 slow. A
     cautious decay follows the slow one. Before slow_momentum_start the mean is the fast one alone, which is
     Nesterov momentum. Meant for orthogonalize=six_maps."""
@@ -1943,7 +1980,7 @@ def anvil(weight, grad, state, hyper, options):
     return weight * (1 - decay * size) - update * (hyper.lr * size)
 
 
-def adamw(weight, grad, state, hyper, options):
+def adamw(weight, grad, state, hyper: Hyper, options: UpdateOptions):
     """AdamW, elementwise, in float32. eps is added before the bias correction, as in record 32."""
     grad = grad.to(at_least_fp32(grad)) * hyper.grad_scale
     exp_avg = state["exp_avg"].to(grad.dtype).lerp(grad, 1 - hyper.beta1)
@@ -1958,7 +1995,7 @@ def adamw(weight, grad, state, hyper, options):
     return weight * (1 - decay) - update * lr
 
 
-def row_adam(weight, grad, state, hyper, options):
+def row_adam(weight, grad, state, hyper: Hyper, options: UpdateOptions):
     """Adam for the rows of a table (R, D), without a first moment. Each row has one second moment. A row
     whose gradient is zero or not finite does not change. At its next gradient its second moment also decays
     for the updates that it missed: by exp(last_update - decay_time), which is beta2 to their number, because
@@ -2037,7 +2074,7 @@ def orthogonalize(x, polynomial: str, dtype):
     return x
 
 
-def normalize_rows(update, state, hyper):
+def normalize_rows(update, state, hyper: Hyper):
     """Divide rows, or columns (see init_state), by their running RMS, then restore the matrix norm."""
     exact = update.to(at_least_fp32(update))  # (M, rows, columns)
     second_momentum = state["second_momentum"]
@@ -2047,7 +2084,7 @@ def normalize_rows(update, state, hyper):
     return (normalized * (matrix_norm(exact) / matrix_norm(normalized).clamp(min=1e-10))).type_as(update)
 
 
-def sphere_step(weight, update, state, hyper):
+def sphere_step(weight, update, state, hyper: Hyper):
     """W <- R N(W - lr R N(update)). N(X) = X / |X|, and R is the initial norm of each matrix. An update
     orthogonal to W rotates W by arctan(lr). Source: Hyperball, arXiv 2606.16899."""
     radius = state["radius"]
@@ -2070,7 +2107,7 @@ LARGE_PARAMETER = 2**20  # elements. Larger elementwise parameters have a separa
 ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to 64 bytes
 
 
-def plan_buckets(model, cfg):
+def plan_buckets(model: GPT, cfg: Config):
     """Divide the parameters into buckets of (name, parameter), last layers first, like backward. Those of a
     bucket have one segment, group and dtype. Matrices have one shape, and with averages one kind."""
     buckets: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
@@ -2085,7 +2122,7 @@ def plan_buckets(model, cfg):
     return list(buckets.values())
 
 
-def find_segment(name: str, model):
+def find_segment(name: str, model: GPT):
     """Number of the segment that reads a parameter first. An untied head is the last one. The first one also
     has the learned scalars of all layers, so that they share a bucket for each group."""
     if name == "head.weight":
@@ -2101,7 +2138,7 @@ class Bucket:
     """Parameters in one tensor, values (M, *unit). A unit is a matrix, or an element. This rank updates a
     shard (M/N, *unit) with its state. Padding has zero gradient."""
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]], cfg, model, rt):
+    def __init__(self, named: list[tuple[str, nn.Parameter]], cfg: Config, model: GPT, rt: Runtime):
         self.name, first = named[0]
         self.params = dict(named)
         self.comm = rt.comm
@@ -2119,7 +2156,7 @@ class Bucket:
         self.num_pending = 0  # gradients that are missing in this step
         self.reducing = self.gathering = None
 
-    def store(self, cfg, rt):
+    def store(self, cfg: Config, rt: Runtime):
         """Parameters become views of values, with hooks. All ranks begin with the values of rank 0."""
         first = self.params[self.name]
         self.unit, align = (), ALIGNMENT
@@ -2271,7 +2308,7 @@ def list_averages(buckets: list[Bucket]):
 class Optimizer:
     """All buckets of a model. Owns the storage of every parameter."""
 
-    def __init__(self, model, cfg, rt):
+    def __init__(self, model: GPT, cfg: Config, rt: Runtime):
         self.model, self.cfg, self.comm = model, cfg, rt.comm
         self.step_count = 0  # finished steps. In step k, counted from 0, updates run with step_count k + 1
         self.buckets: list[Bucket] = []
@@ -2487,7 +2524,7 @@ def find_distinct(rows):
     return ordered.compress(is_new), places, order
 
 
-def add_plans(batch, tokens: list[np.ndarray], rank: int, cfg):
+def add_plans(batch: Batch, tokens: list[np.ndarray], rank: int, cfg: Config):
     """Add the plans of the tables. tokens: the sequences (sequences, seq_len + 1) of each rank."""
     inputs = [x[:, :-1].astype(np.int32).ravel() for x in tokens]
     if any(spec.value_embed is not None for spec in cfg.layers):
@@ -2501,7 +2538,7 @@ def add_plans(batch, tokens: list[np.ndarray], rank: int, cfg):
     return batch._replace(ngram_plan=plan_rows(rows, rank, cfg.ngram_rows), sign_rows=sign_rows)
 
 
-def make_ngram_table(cfg, rt):
+def make_ngram_table(cfg: Config, rt: Runtime):
     """Zeros for this rank's rows of the n-gram embedding, if only rows with a gradient are updated."""
     if not cfg.ngram_rows or not RULES[cfg.groups["ngram"].rule].row_state:
         return None
@@ -2516,7 +2553,7 @@ class Table(Bucket):
     ROWS_AT_ONCE = 2**17  # largest number of rows in one call of the update rule
     CHECKED_ROWS = 128  # rows that all ranks compare
 
-    def store(self, cfg, rt):
+    def store(self, cfg: Config, rt: Runtime):
         """The parameter becomes this rank's rows."""
         ((name, param),) = self.params.items()
         comm = self.comm
@@ -2675,7 +2712,7 @@ def split_layers(num_layers: int, num_ranks: int):
 class Trainer:
     """Model, optimizer and schedule of a run. One step, validation and the warm-up."""
 
-    def __init__(self, cfg, rt):
+    def __init__(self, cfg: Config, rt: Runtime):
         if not supports_bfloat16(rt.device):
             cfg = dataclasses.replace(cfg, embed_dtype="float32")
         self.cfg, self.rt = cfg, rt
@@ -2782,7 +2819,7 @@ class Trainer:
         return lines
 
 
-def train(cfg, rt, argv: list[str]):
+def train(cfg: Config, rt: Runtime, argv: list[str]):
     """The whole run, from the data to the result. RunError if it cannot go on."""
     # Data, and the checkpoint to continue from
     train_data = TrainData(cfg, Schedule(cfg))
@@ -2913,7 +2950,7 @@ FLEX_CAPABILITY = (7, 0)  # least CUDA capability of FlexAttention, and of torch
 PLAIN_ATTENTION_TOKENS = 8192  # longest sequence for the T x T masks of part one
 
 
-def make_operations(cfg, names: Iterable[str], dtype):
+def make_operations(cfg: Config, names: Iterable[str], dtype):
     """Operations with the named fast forms."""
     names = {*names}
     ops = Operations(dtype)
@@ -2944,7 +2981,7 @@ def get_capability(device):
     return torch.cuda.get_device_capability(device)
 
 
-def list_fast_forms(cfg, rt):
+def list_fast_forms(cfg: Config, rt: Runtime):
     """Names of the fast forms that --fast and --fp8 ask for. auto: those that suit this device and
     recipe."""
     capability = get_capability(rt.device)
@@ -2967,7 +3004,7 @@ def list_fast_forms(cfg, rt):
     return names
 
 
-def choose_fast_forms(cfg, rt):
+def choose_fast_forms(cfg: Config, rt: Runtime):
     """Choose fast forms for rt, and check them. Returns (their names, lines for the log)."""
     names = list_fast_forms(cfg, rt)
     check = FormCheck(cfg, rt.device)
@@ -3025,7 +3062,7 @@ class FormCheck:
     """A copy of the model with a small vocabulary and n-gram table, random parameters, 768 tokens in four
     documents, and its plain results."""
 
-    def __init__(self, cfg, device):
+    def __init__(self, cfg: Config, device):
         self.lines: list[str] = []  # for the log
         stage = dataclasses.replace(cfg.full_stages[0], window_long=255, window_short=140, seq_len=384,
                                     tokens_per_step=768, num_classes=None)
@@ -3106,7 +3143,7 @@ class FormCheck:
 COMPILER_LIMITS = dict(activations=(1e-3, 0.04), loss=(1e-4, 0.01), gradient=(1e-3, 0.1), update=(1e-2, 0.3))
 
 
-def check_compiler(trainer, train_data, val_data):
+def check_compiler(trainer: Trainer, train_data, val_data):
     """Compare compiled code with the code that it was made from, on a validation batch and a training batch:
     activations, losses, the gradient of each bucket and its update. If they differ on any rank, the compiler
     is off on all ranks. Changes parameters and state. Returns lines for the log."""
@@ -3153,7 +3190,7 @@ def check_compiler(trainer, train_data, val_data):
     return lines
 
 
-def find_difference(trainer, compiled: dict, plain: dict):
+def find_difference(trainer: Trainer, compiled: dict, plain: dict):
     """The first result of run_batches() that rounding does not explain, or ""."""
     largest = max((measure_norm(x) for (kind, _), x in plain.items() if kind == "gradient"), default=0.0)
     for (kind, name), expected in plain.items():
@@ -3169,7 +3206,7 @@ def find_difference(trainer, compiled: dict, plain: dict):
     return ""
 
 
-def run_batches(trainer, state, batch, val_batch, val_data):
+def run_batches(trainer: Trainer, state, batch: Batch, val_batch, val_data):
     """Activations and losses of both batches, and the gradient of each bucket if gradients are enabled."""
     model, cfg, buckets = trainer.model, trainer.cfg, trainer.optimizer.buckets
     for bucket in buckets:
@@ -3248,7 +3285,7 @@ class StepGraphs:
         return graph, params
 
 
-def make_graphs(model):
+def make_graphs(model: GPT):
     """StepGraphs of a model's segments and head, and of the updates of buckets. Returns (calls of the model
     with graphs in place of these functions, list of the graphs)."""
     calls = model.calls
@@ -3432,7 +3469,7 @@ class HeadScales(typing.NamedTuple):
     logits_dtype: torch.dtype | None = None  # None: dtype of x
 
 
-def head_fp8_scales(cfg):
+def head_fp8_scales(cfg: Config):
     """Constant scales. Normalized rows have no entry above sqrt(D). Weights above fp8_head_amax saturate.
     With one target of loss weight 1, |d loss / d logit| is at most 1. e5m2 holds 57344 / 448 = 128."""
     return HeadScales(x=math.sqrt(cfg.model_dim) / 448, weight=cfg.fp8_head_amax / 448, grad=1 / 448,
@@ -3483,7 +3520,7 @@ class DelayedScales:
     FACTORS = (1.03 / 448, 1.25 / 57344)
     FLOORS = (1e-6, 1e-12)
 
-    def __init__(self, model, comm):
+    def __init__(self, model: GPT, comm: Comm):
         self.comm, self.amax, device = comm, None, model.embed.device
         self.leaves: list[Tensor] = []  # (): of each MLP's hidden activation, and gradient of x @ up
         for module in model.modules():
@@ -3525,7 +3562,8 @@ class FusedQKV(torch.autograd.Function):
     """make_qkv() by one kernel each in forward and backward. With FP8 backward also stores a transpose."""
 
     @staticmethod
-    def forward(ctx, x, weight, cos, sin, softmax_scale, num_rotating: int, is_start, heads, fp8_dtype):
+    def forward(ctx, x, weight, cos, sin, softmax_scale, num_rotating: int, is_start, heads: Heads,
+                fp8_dtype):
         """x (T, D), weight (2HK + HL, D), cos and sin (T, P, K/2), is_start (T,) -> q, k, v."""
         tables = cos, sin, softmax_scale, is_start
         H, K, *_ = heads
@@ -3558,12 +3596,12 @@ class FusedQKV(torch.autograd.Function):
         return grad_x, grad_w.to(weight_dtype), *[None] * 7
 
 
-def fused_qkv(x, weight, rope, heads, step_inputs, _ops, fp8_dtype=None):
+def fused_qkv(x, weight, rope: Rope, heads: Heads, step_inputs: StepInputs, _ops, fp8_dtype=None):
     """make_qkv() by FusedQKV. fp8_dtype: of its matmuls."""
     return FusedQKV.apply(x, weight, *rope[:4], step_inputs.is_sequence_start, heads, fp8_dtype)
 
 
-def launch_qkv(packed, tables, num_rotating: int, heads, q, k, v=None, grad=None, grad_t=None):
+def launch_qkv(packed, tables, num_rotating: int, heads: Heads, q, k, v=None, grad=None, grad_t=None):
     """Launch qkv_kernel: packed (T, 2HK + HL) -> q, k. With grad: gradients q, k, v -> grad, and grad_t."""
     num_tokens, width = packed.shape
     H, K, _, P, key_offset, has_norm = heads
@@ -3581,7 +3619,7 @@ def launch_qkv(packed, tables, num_rotating: int, heads, q, k, v=None, grad=None
         HAS_OFFSET=key_offset, BLOCK=block, num_warps=8)
 
 
-def softcapped_cross_entropy(logits, targets, weights, softcap, grad_dtype, grad_scale: float = 1.0,
+def softcapped_cross_entropy(logits, targets, weights, softcap: Softcap, grad_dtype, grad_scale: float = 1.0,
                              use_kernel: bool = False):
     """Losses (T,) of logits (T, V) and targets (T, n), and d loss / d logits / grad_scale (T, V). A target
     of -1 is ignored. With one target of weight 1, and a softcap of cap <= 4 width, no entry of the gradient
@@ -3614,7 +3652,7 @@ class FusedHeadLoss(torch.autograd.Function):
     """head_loss() that computes its gradients in forward, by LOGITS_CHUNK tokens. FP8 needs normalized x."""
 
     @staticmethod
-    def forward(ctx, use_kernel: bool, scales, x, weight, targets, target_weights, softcap):
+    def forward(ctx, use_kernel: bool, scales, x, weight, targets, target_weights, softcap: Softcap):
         """x (T, D), weight (V, D), targets (T, n), target_weights (n,) -> (). scales: for FP8 matmuls."""
         dtype = grad_scale = None
         grad_dtype = x.dtype
@@ -3648,7 +3686,7 @@ class FusedHeadLoss(torch.autograd.Function):
 
 
 class FusedMLP(torch.autograd.Function):
-    """relu2_mlp() of normalized x, with scales in FP8. Sources: 2026-01-14, 2026-06-11, record 92."""
+    """relu2_mlp() of normalized x, with scales in FP8. Sources: 2026-01-10, 2026-06-11, record 92."""
 
     @staticmethod
     def forward(ctx, x, up, down, hidden_scale, pre_grad_scale, use_kernel: bool):
@@ -4014,7 +4052,7 @@ def env_int(name: str, default: int):
 LAUNCHERS = {"srun": "SLURM_NTASKS", "mpirun": "OMPI_COMM_WORLD_SIZE"}  # and their number of processes
 
 
-def start_runtime(cfg):
+def start_runtime(cfg: Config):
     """Select the device and join the process group of torchrun, if there is one."""
     for launcher, variable in LAUNCHERS.items():
         if env_int(variable, 1) > 1 and "RANK" not in os.environ:
@@ -4056,7 +4094,7 @@ def check_gpu(device):
             2) from None
 
 
-def choose_precision(cfg, rt):
+def choose_precision(cfg: Config, rt: Runtime):
     """Choose dtype, compiler and fast forms by short trials. All ranks use rank 0's choices."""
     print_phase("check of the fast forms", rt)
     dtype, peak_flops, dtype_line = choose_dtype(cfg, rt.device)
@@ -4070,7 +4108,7 @@ def choose_precision(cfg, rt):
     return dataclasses.replace(rt, **rt.comm.broadcast_object(choices))
 
 
-def describe_choices(rt):
+def describe_choices(rt: Runtime):
     fp8 = rt.fast & {*FP8_FORMS}
     return dict(dtype=str(rt.dtype)[6:], compile="on" if rt.use_compile else "off",
                 fast=sorted(rt.fast - fp8) or ["off"], fp8="on" if fp8 else "off")
@@ -4093,7 +4131,7 @@ def supports_bfloat16(device):
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def choose_dtype(cfg, device):
+def choose_dtype(cfg: Config, device):
     """Choose the dtype of activations. Returns (dtype, FLOP/s of a large matmul, a line for the log)."""
     is_cuda, has_bf16 = device.type == "cuda", supports_bfloat16(device)
     if cfg.dtype == "bfloat16" and not has_bf16:
@@ -4115,7 +4153,7 @@ def choose_dtype(cfg, device):
     return dtype, rate, f"activations: {str(dtype)[6:]} (matmul: {rate / 1e12:.2f} TFLOP/s)"
 
 
-def read_peak_memory_mib(rt):
+def read_peak_memory_mib(rt: Runtime):
     """Peak memory in MiB of training on a GPU, or of the whole process on a CPU."""
     if rt.device.type == "cuda":
         return torch.cuda.max_memory_allocated(rt.device) >> 20
@@ -4148,7 +4186,7 @@ def print_once(line: str):
 class Stop(AbstractContextManager):
     """A request to stop, which all ranks follow after the same step, with several ranks one step later."""
 
-    def __init__(self, rt):
+    def __init__(self, rt: Runtime):
         self.rt, self.work, self.flag = rt, None, torch.zeros(1, dtype=torch.int64)
         self.requested = 0  # exit status that this rank asks for. 0: go on
         self.is_immediate = False
@@ -4311,7 +4349,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def share_problem(problem, rt):
+def share_problem(problem, rt: Runtime):
     """Raise RunError on all ranks if one of them has a problem."""
     for found in filter(None, rt.comm.gather_objects(problem)):
         raise RunError(found, 2)
@@ -4389,7 +4427,7 @@ def find_shards(pattern: str, field: str):
     return paths
 
 
-def scan_shards(cfg, shards: list[Shard]):
+def scan_shards(cfg: Config, shards: list[Shard]):
     """Yield (index, shard) of the training shards, once per epoch. New ones are appended to shards."""
     paths = find_shards(cfg.train_files, "train_files")
     for _ in range(cfg.epochs):
@@ -4399,7 +4437,7 @@ def scan_shards(cfg, shards: list[Shard]):
             yield index, shards[index]
 
 
-def fit_steps(cfg):
+def fit_steps(cfg: Config):
     """cfg with the numbers that follow from the training files: of steps, if num_iterations is 0, and of the
     steps between validations, if it is -1. Reads only the headers of the files."""
     if not cfg.num_iterations:
@@ -4419,7 +4457,7 @@ def fingerprint(shards: Iterable[Shard]):
     return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()[:16]
 
 # ==== COMMAND LINE =========================================================================================
-# From a command line to a Config: preset, options, --without. To add a check, add a row to find_problems().
+# From a command line to a Config: preset, options, --without. To add a check, add it to find_problems().
 
 # Parts of a recipe that --without leaves out, besides options with an `off` value: the options that it sets.
 # Fields of `layers` and `stages` are set in all rows
@@ -4498,7 +4536,7 @@ def convert(value, kind: type):
     return value
 
 
-def set_option(cfg, name: str, value):
+def set_option(cfg: Config, name: str, value):
     """cfg with one option set to text, or to a value as JSON has it."""
     if name in GROUP_OPTIONS:
         group, field = GROUP_OPTIONS[name]
@@ -4514,7 +4552,7 @@ def set_option(cfg, name: str, value):
     return dataclasses.replace(cfg, **{name: convert(value, kind)})
 
 
-def change_groups(cfg, rows: dict[str, Group | dict]):
+def change_groups(cfg: Config, rows: dict[str, Group | dict]):
     """cfg with other parameter groups. A Group replaces a group, a dict some of its fields."""
     groups = dict(cfg.groups)
     for name, row in convert(rows, dict).items():
@@ -4526,7 +4564,7 @@ def change_groups(cfg, rows: dict[str, Group | dict]):
     return dataclasses.replace(cfg, groups=groups)
 
 
-def change_options(cfg, values: dict):
+def change_options(cfg: Config, values: dict):
     """Set options to text, or to values as JSON has them. RunError if one is unknown or of another type."""
     for name in sorted(values, key=lambda name: name == "layers"):  # layers follow from num_layers
         try:
@@ -4636,14 +4674,14 @@ def parse_argv(argv: list[str]):
     return vars(values)
 
 
-def list_values(cfg):
+def list_values(cfg: Config):
     """{name: (field, value)} of all options and of all fields of groups."""
     owners = {"": cfg} | {f"{name}_": group for name, group in cfg.groups.items()}
     return {prefix + field.name: (field, getattr(owner, field.name))
             for prefix, owner in owners.items() for field in dataclasses.fields(owner)}
 
 
-def check(cfg):
+def check(cfg: Config):
     """Raise RunError for the first option that is out of range, and for the first contradiction. Fields of
     layers and stages are checked by find_problems()."""
     for name, (field, value) in list_values(cfg).items():
@@ -4658,7 +4696,7 @@ def check(cfg):
             raise RunError(line, 2)
 
 
-def find_problems(cfg):
+def find_problems(cfg: Config):
     """Yield (condition, error line). A condition may rely on the ones before it."""
     yield not cfg.stages, "--stages is empty: give at least one"
     for name, unit in dict(head_dim=4, short_qk_dim=4, value_gate_dim=2, val_seq_len=BLOCK).items():
@@ -4719,7 +4757,7 @@ def find_problems(cfg):
                f"--layers: layer {i} has v_dim={layer.v_dim}: give 1 to --head_dim={cfg.head_dim}")
 
 
-def check_world_size(cfg, world_size: int):
+def check_world_size(cfg: Config, world_size: int):
     """Raise RunError if ranks cannot share a step. Returns divide_step() of the last stage."""
     for stage in cfg.full_stages:
         num_sequences = stage.tokens_per_step // stage.seq_len
@@ -4729,7 +4767,7 @@ def check_world_size(cfg, world_size: int):
     return divide_step(cfg, world_size, stage)
 
 
-def derived_numbers(cfg, world_size: int):
+def derived_numbers(cfg: Config, world_size: int):
     """Numbers that follow from the config, for --print_config and the run record."""
     num_micro_batches, sequences = check_world_size(cfg, world_size)
     with torch.device("meta"):
@@ -4746,7 +4784,7 @@ def derived_numbers(cfg, world_size: int):
                 stage_ends=[end for _, _, end in schedule.stage_ranges()])
 
 
-def count_flops(cfg, model, schedule):
+def count_flops(cfg: Config, model: GPT, schedule: Schedule):
     """FLOPs of forward and backward per training token: 6 per matmul weight, and 6 per channel and key."""
     weights = sum(param.numel() for param in model.parameters() if param.spec.kind)
     flops = 0
@@ -4763,7 +4801,7 @@ def count_flops(cfg, model, schedule):
     return round(flops / schedule.count_tokens())
 
 
-def plain_dict(cfg):
+def plain_dict(cfg: Config):
     return json.loads(json.dumps(vars(cfg), default=vars))
 
 
@@ -4786,7 +4824,8 @@ def make_key(run: dict, *ignored: str):
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def describe_run(cfg, rt, argv: list[str], train_shards: list[Shard], val_shards: list[Shard]):
+def describe_run(cfg: Config, rt: Runtime, argv: list[str], train_shards: list[Shard],
+                 val_shards: list[Shard]):
     """Metadata of a run, made at its start. RunError if the ranks have other scripts, options or data."""
     started = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     shards = [*train_shards, *val_shards]
@@ -4818,7 +4857,7 @@ def find_commit():
     return ""
 
 
-def describe_machine(rt):
+def describe_machine(rt: Runtime):
     """Versions and hardware."""
     versions = dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda,
                     numpy=np.__version__)
@@ -4834,7 +4873,7 @@ def describe_machine(rt):
     return dict(versions=versions, hardware=hardware)
 
 
-def print0(text, rt):
+def print0(text, rt: Runtime):
     """Print and flush a line on rank 0, above the progress bar."""
     if rt.is_main:
         try:
@@ -4846,7 +4885,7 @@ def print0(text, rt):
             os.close(devnull)
 
 
-def print_phase(name, rt):
+def print_phase(name, rt: Runtime):
     if rt.device.type == "cuda":
         print0(f"{time.perf_counter() - rt.started:.0f} s: {name}", rt)
 
@@ -4867,7 +4906,7 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]):
         partial.unlink(missing_ok=True)
 
 
-def find_result_folder(cfg):
+def find_result_folder(cfg: Config):
     """Folder of the results of this run. A record's folder name has the date of its first result."""
     if not cfg.record:
         return Path(cfg.out, "logs")
@@ -4877,7 +4916,7 @@ def find_result_folder(cfg):
 
 
 @file_errors()
-def find_conflict(cfg, run: dict):
+def find_conflict(cfg: Config, run: dict):
     """The reason why this run's folders or record's results do not fit it, or ""."""
     results = find_result_folder(cfg)
     for folder in (Path(cfg.out, "logs"), results.parent, Path(cfg.out, "checkpoints")):
@@ -4894,7 +4933,7 @@ def find_conflict(cfg, run: dict):
     return ""
 
 
-def measure_run(trainer, run: dict):
+def measure_run(trainer: Trainer, run: dict):
     """Speed and memory of a finished run, for its result."""
     rt, progress = trainer.rt, trainer.progress
     tokens_per_s = progress.tokens / progress.train_time
@@ -4911,7 +4950,7 @@ class RunLog:
 
     LOSSES_AT_ONCE = 20  # losses that a GPU keeps before it hands them over, and in the printed mean
 
-    def __init__(self, cfg, rt, run: dict, saved: dict, progress):
+    def __init__(self, cfg: Config, rt: Runtime, run: dict, saved: dict, progress):
         """run: description of this run. saved: metadata of the checkpoint from which it continues, or {}."""
         self.cfg, self.rt, self.run, self.progress = cfg, rt, run, progress
         self.bar = self.tracker = None
@@ -5110,7 +5149,7 @@ def list_files(step):
     return [step / f"rank{rank}.pt" for rank in range(read_metadata(step)["hardware"]["ranks"])]
 
 
-def is_whole(step: Path, rt):
+def is_whole(step: Path, rt: Runtime):
     """Whether this rank's part of the files of a checkpoint exists and fits its checksums."""
     try:
         for path in list_files(step)[rt.comm.rank :: rt.world_size]:
@@ -5151,11 +5190,11 @@ def remove_step(folder):
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def find_key_folder(cfg, run: dict):
+def find_key_folder(cfg: Config, run: dict):
     return Path(cfg.out, "checkpoints", f"{cfg.preset}_seed{cfg.seed}_{run['key']}")
 
 
-def find_start(cfg, run: dict, rt):
+def find_start(cfg: Config, run: dict, rt: Runtime):
     """Returns (checkpoint to continue from, its metadata, log line). It is the furthest whole step of all
     runs with this key, whose run then goes on, else --resume=PATH, or None. A model.pt has no metadata here,
     because its run is over. All ranks must call it."""
@@ -5194,7 +5233,7 @@ def find_start(cfg, run: dict, rt):
     return None, {}, f"starting anew: no whole checkpoint in {folder}"
 
 
-def keep_choices(cfg, run: dict, saved: dict):
+def keep_choices(cfg: Config, run: dict, saved: dict):
     """cfg with the choices of a checkpoint. A run that goes on keeps all of them. A run that begins with the
     checkpoint of another run keeps those of options that are auto."""
     kept = {}
@@ -5204,7 +5243,7 @@ def keep_choices(cfg, run: dict, saved: dict):
     return change_options(cfg, kept)
 
 
-def collect_rows(trainer):
+def collect_rows(trainer: Trainer):
     """This rank's rows as {NAME/KEY/FIRST_ROW: tensor}. Training draws no random numbers."""
     trainer.optimizer.finish()
     rows = {f"{name}/{key}/{first}": tensor[part] for bucket in trainer.optimizer.buckets
@@ -5214,7 +5253,7 @@ def collect_rows(trainer):
     return rows
 
 
-def load_state(trainer, step: Path, metadata: dict):
+def load_state(trainer: Trainer, step: Path, metadata: dict):
     """Restore a checkpoint of any number of ranks. Without metadata: the weights of a model.pt. RunError if
     an entry is missing, or does not fit."""
     if not metadata:
@@ -5247,7 +5286,7 @@ def load_state(trainer, step: Path, metadata: dict):
     trainer.progress.resumed_at.append(trainer.progress.step)
 
 
-def load_weights(trainer, path: Path):
+def load_weights(trainer: Trainer, path: Path):
     """Begin with the weights of a model.pt. The optimizer state stays fresh."""
     optimizer, tensors = trainer.optimizer, read_model(path)["tensors"]
     optimizer.set_tied(trainer.model.is_tied and read_metadata(path)["is_tied"])
@@ -5274,7 +5313,7 @@ class Checkpoints(AbstractContextManager):
     MODEL_BYTES = 10**9  # limit of model.pt
     LAST_BYTES = 8 * 10**9  # limit of a checkpoint of the last step without --checkpoint_every
 
-    def __init__(self, cfg, log, rt, bos: int, loaded: Path | None):
+    def __init__(self, cfg: Config, log, rt: Runtime, bos: int, loaded: Path | None):
         """loaded: the checkpoint that the run continues."""
         self.folder = find_key_folder(cfg, log.run) / log.run["run_id"]
         self.newest = loaded  # the last checkpoint that was loaded or saved
@@ -5291,7 +5330,7 @@ class Checkpoints(AbstractContextManager):
         if self.lock:
             self.lock.close()
 
-    def start(self, trainer):
+    def start(self, trainer: Trainer):
         """Make and lock the folder, and allocate memory for copies. All ranks must call it."""
         problem = ""
         if self.rt.is_main:
@@ -5313,7 +5352,7 @@ class Checkpoints(AbstractContextManager):
             if rows.is_cuda:
                 self.copies[entry] = pin(self.copies[entry])
 
-    def save(self, trainer, must_wait: bool = False):
+    def save(self, trainer: Trainer, must_wait: bool = False):
         """Write step_<step>/ in the background, after the end of the last write. All ranks must call it. The
         step is complete when the file of each rank has its name. must_wait: wait for this."""
         self.wait()
@@ -5363,7 +5402,7 @@ class Checkpoints(AbstractContextManager):
         """Bytes of the tensors of all ranks. All ranks must call it."""
         return sum(self.rt.comm.gather_objects(sum(tensor.nbytes for tensor in tensors)))
 
-    def save_last(self, trainer, must_save: bool):
+    def save_last(self, trainer: Trainer, must_save: bool):
         """Save the last step, unless it is saved, or large and not must_save. All ranks must call it."""
         step = trainer.progress.step
         if self.newest_step == step:
@@ -5415,7 +5454,7 @@ class Checkpoints(AbstractContextManager):
         raise RunError(f"stopped by {name} after step {log.progress.step} of {log.cfg.num_iterations}: "
                        f"{self.newest}. {self.way_on} continues", status)
 
-    def write_model(self, trainer):
+    def write_model(self, trainer: Trainer):
         """Write model.pt: config and parameters, if they are small. All ranks must call it."""
         buckets = trainer.optimizer.buckets
         if self.count_bytes(bucket.shard for bucket in buckets) > self.MODEL_BYTES:
@@ -5430,7 +5469,7 @@ class Checkpoints(AbstractContextManager):
             print0(f"sample:          ./run.sh records/sample.py '{path}' --prompt=...", self.rt)
 
 
-def list_tensors(trainer, with_tables: bool):
+def list_tensors(trainer: Trainer, with_tables: bool):
     """All tensors that training changes. Of tables with sparse updates only with_tables."""
     buckets = [bucket for bucket in trainer.optimizer.buckets if with_tables or not bucket.rule.row_state]
     tensors = [tensor for bucket in buckets for tensor in (bucket.values, *bucket.state.values())]
@@ -5441,7 +5480,7 @@ class Snapshot:
     """A copy in memory of parameters and optimizer state at one step. Tables with sparse updates are part of
     it only with_tables."""
 
-    def __init__(self, trainer, with_tables: bool = True):
+    def __init__(self, trainer: Trainer, with_tables: bool = True):
         self.trainer = trainer
         self.with_tables = with_tables
         trainer.optimizer.finish()
@@ -5470,7 +5509,7 @@ def measure_norm(x):
 class UpdateNorms:
     """Sums of squares of this rank's updates in one step, by parameter group."""
 
-    def __init__(self, optimizer, is_full: bool):
+    def __init__(self, optimizer: Optimizer, is_full: bool):
         """is_full: of weights, updates and momentum, too. Without it only of gradients."""
         self.optimizer = optimizer
         self.is_full = is_full
@@ -5495,7 +5534,7 @@ class UpdateNorms:
 class Monitor:
     """Telemetry of every telemetry_every-th step, and the guard."""
 
-    def __init__(self, trainer, log):
+    def __init__(self, trainer: Trainer, log):
         self.trainer, self.log = trainer, log
         self.guard = Guard(trainer, log) if trainer.cfg.guard else None
         self.norms: UpdateNorms | None = None  # of this step
@@ -5534,7 +5573,7 @@ class Monitor:
         self.log.write_event("telemetry", step, loss=mean_loss, groups=groups, seconds=dict(step=seconds))
 
 
-def lower_precision(trainer, run: dict):
+def lower_precision(trainer: Trainer, run: dict):
     """Switch off FP8, or else bfloat16. run: its choices change, too. Returns a description, or ""."""
     fp8 = trainer.fast & {*FP8_FORMS}
     if fp8:
@@ -5559,7 +5598,7 @@ class Guard:
     SNAPSHOT_EVERY = 10  # steps between snapshots
     TRIAL_STEPS = 5  # a snapshot is trusted once it is this many steps old
 
-    def __init__(self, trainer, log):
+    def __init__(self, trainer: Trainer, log):
         self.trainer, self.log = trainer, log
         self.pending = []  # (step, its sums on the CPU, event), not checked yet
         self.snapshots = [(trainer.progress.step, Snapshot(trainer))]

@@ -238,7 +238,7 @@ def list_qkv(s: Sizes, heads: gpt.Heads, spec: gpt.LayerSpec) -> Iterator[Case]:
 
     def find_errors(is_backward: bool) -> dict[str, float]:
         x, eye = packed[:n].double().requires_grad_(), torch.eye(packed.size(1), device=s.device).double()
-        first = rope._replace(cos=rope.cos[:n], sin=rope.sin[:n], is_unrotated=rope.is_unrotated[:n])
+        first = rope._replace(cos=rope.cos[:n], sin=rope.sin[:n], takes_previous=rope.takes_previous[:n])
         exact = gpt.make_qkv(x, eye, first, heads, None, gpt.Operations())
         if not is_backward:
             return compare(torch.stack(exact[:2]).detach(), 1, torch.stack((q, k))[:, :n])

@@ -123,7 +123,7 @@ FAULTS = {  # (form, config): lines of code, and the same lines with a fault
         ("total *= 2 * tl.sqrt", "total *= 2.04 * tl.sqrt"),
         ("total = tl.maximum(total, 0.0, propagate_nan=tl.PropagateNan.ALL)", "pass"),
         ("columns[None, :] * STRIDE_N", "(columns % BLOCK_N)[None, :] * STRIDE_N"),
-        ("matmul(pre, up, grad.dtype)", "matmul(pre, down, grad.dtype)")],
+        ("matmul(pre, Scaled(up, up_scale), grad.dtype)", "matmul(pre, Scaled(down, up_scale), grad.dtype)")],
     ("qkv_kernel", "qkv"): [
         # a softmax scale 2 % off, a rotation backward, and no second term of the gradient of the norm
         ("other=1.0).to(tl.float32) * scale", "other=1.0).to(tl.float32) * scale * 1.02"),

@@ -26,8 +26,8 @@ def test_queries_keys_and_values(is_paired, key_offset, has_norm, dims, num_rota
     positions, is_fixed = torch.arange(T) % 75, torch.arange(K) % (K // 2) >= num_rotating
     angles = torch.rand(T, P, K // 2) * 6 * ~is_fixed[: K // 2]
     tables = angles.cos(), angles.sin(), torch.tensor(0.3)
-    is_unrotated = (is_fixed & (positions > 0)[:, None, None]).float().to(DEVICE)
-    rope = gpt.Rope(*(table.to(DEVICE) for table in tables), num_rotating, is_unrotated)
+    takes_previous = (is_fixed & (positions > 0)[:, None, None]).float().to(DEVICE)
+    rope = gpt.Rope(*(table.to(DEVICE) for table in tables), num_rotating, takes_previous)
     step_inputs = gpt.StepInputs(torch.zeros(2), {}, (positions == 0).to(DEVICE))
     weight = torch.randn(H * (2 * K + L), 32, device=DEVICE) * 32**-0.5
     x, results = torch.randn(T, 32, device=DEVICE), []
