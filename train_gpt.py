@@ -1471,7 +1471,7 @@ class Scalar(typing.NamedTuple):
 
 
 def layer_scalars(cfg: Config, layer: int):
-    """The scalars of a layer. Sources: records 9, 15 and 32, and records of 2026."""
+    """The scalars of a layer. Sources: records 9, 15, 32, and 62 to 92."""
     spec = cfg.layers[layer]
     scalars = []
     has_attention = spec.attention != "none"
@@ -2112,13 +2112,14 @@ def plan_buckets(model: GPT, cfg: Config):
     bucket have one segment, group and dtype. Matrices have one shape, and with averages one kind."""
     buckets: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for name, param in reversed(list(model.named_parameters())):
-        spec, key = param.spec, ()
+        spec = param.spec
+        divided_by = None  # small elementwise parameters share a bucket
         if RULES[cfg.groups[spec.group].rule].whole_matrix:
-            key = cfg.averages and spec.kind, spec.by_row, param.shape[-2:]
+            divided_by = (cfg.averages and spec.kind, spec.by_row, param.shape[-2:])
         elif param.numel() >= LARGE_PARAMETER or spec.is_table:
-            key = name
-        key = find_segment(name, model), spec.group, param.dtype, key
-        buckets.setdefault(key, []).append((name, param))
+            divided_by = name
+        bucket_key = (find_segment(name, model), spec.group, param.dtype, divided_by)
+        buckets.setdefault(bucket_key, []).append((name, param))
     return list(buckets.values())
 
 
@@ -2159,9 +2160,11 @@ class Bucket:
     def store(self, cfg: Config, rt: Runtime):
         """Parameters become views of values, with hooks. All ranks begin with the values of rank 0."""
         first = self.params[self.name]
-        self.unit, align = (), ALIGNMENT
+        self.unit = ()  # an element
+        align = ALIGNMENT
         if self.rule.whole_matrix:
-            self.unit, align = first.shape[-2:], 1
+            self.unit = first.shape[-2:]
+            align = 1
         self.slices: dict[str, slice] = {}
         size = 0
         for name, param in self.params.items():
@@ -2251,7 +2254,7 @@ class Bucket:
         weights = torch.arange(1, self.comm.world_size + 1, device=shards.device)
         return (shards.sum(1, dtype=torch.int64) * weights).sum()
 
-    def owned(self):
+    def local_parts(self):
         """Yield (name, this rank's first unit of the parameter, slice of the shard) for each parameter."""
         start = self.comm.rank * len(self.shard)
         for name, part in self.slices.items():
@@ -2285,7 +2288,8 @@ class Average(typing.NamedTuple):
 
 
 # Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. Embed
-# and head change in every second step: every step at `rate` equals the record's two steps at once.
+# and head change in every second step. So two averaged steps have one value, and together the weight
+# 1 - (1 - rate)^2 that the record gives it at once.
 AVERAGES_STEPS = 1194
 AVERAGES = (
     Average(("embed", "head"), 896 / 1194, 1, 2 / 299, 0.65),
@@ -2456,26 +2460,28 @@ class Optimizer:
         if not self.cfg.averages:
             return
         new = {bucket: bucket.read_shard() for _, _, bucket in list_averages(self.updated)}
-
-        def measure():
-            device = self.buckets[0].shard.device
-            squares = torch.zeros(len(RESTORED_NORMS), dtype=torch.float64, device=device)
-            for bucket, values in new.items():
-                if bucket.kind in RESTORED_NORMS:
-                    squares[RESTORED_NORMS.index(bucket.kind)] += values.square().sum(dtype=torch.float64)
-            return self.comm.all_reduce(squares).sqrt()
-
-        before = measure()
+        old_norms = self.measure_joint_norms(new)
         for key, average, bucket in list_averages(self.updated):
             new[bucket] += (bucket.state[key] - new[bucket]) * average.weight
-        factors = dict(zip(RESTORED_NORMS, before / measure().clamp(min=1e-30)))
+        new_norms = self.measure_joint_norms(new)
         for bucket, values in new.items():
-            values *= factors.get(bucket.kind, 1.0)
+            if bucket.kind in RESTORED_NORMS:
+                values *= old_norms[bucket.kind] / new_norms[bucket.kind].clamp(min=1e-30)
             bucket.shard.copy_(values)
             if "low_bits" in bucket.state:
                 bucket.state["low_bits"].zero_()
             bucket.start_gather()
         self.finish()
+
+    def measure_joint_norms(self, new: dict[Bucket, Tensor]):
+        """Norm () of the values of all buckets of a kind, over all ranks, for each of RESTORED_NORMS."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.buckets[0].shard.device)
+        squares = {kind: zero.clone() for kind in RESTORED_NORMS}
+        for bucket, values in new.items():
+            if bucket.kind in squares:
+                squares[bucket.kind] += values.square().sum(dtype=torch.float64)
+        norms = self.comm.all_reduce(torch.stack([*squares.values()])).sqrt()
+        return dict(zip(RESTORED_NORMS, norms))
 
     def has_no_pending_gradients(self):
         """Whether the last step applied all gradients. Checkpoints do not include gradients."""
@@ -2488,40 +2494,48 @@ class Optimizer:
 # no row numbers are sent, and neither counts nor sums depend on the order of arrival.
 
 class RowPlan(typing.NamedTuple):
-    """The rows of a table that all ranks read in a micro-batch, as this rank sees them."""
+    """The rows of a table that all ranks read in a micro-batch, as this rank sees them. Example: a table of
+    8 rows, so rank 0 owns rows 0 to 3, and rank 1 rows 4 to 7. The plan of rank 0 is on the right.
 
-    places: Tensor  # (T,) of this rank's reads among the distinct rows that it reads
-    order: Tensor  # (T,) its reads in the order of their places
-    wanted: Tensor  # (n,) rows of this rank's part that ranks read, distinct for each reader, by reader
-    sent: tuple[int, ...]  # number of wanted rows by reader
-    received: tuple[int, ...]  # number of distinct rows that this rank reads, by owner
+        rank 0 reads 5 1 5 2 1      distinct rows 1 2 5, inverse 2 0 2 1 0, order 1 4 3 0 2
+        rank 1 reads 2 6 2 2 6      requested 1 2 (by rank 0) and 2 (by rank 1), num_sent 2 1
+                                    num_received 2 (rows 1 and 2 from rank 0) and 1 (row 5 from rank 1)
+    """
+
+    inverse: Tensor  # (T,) index of each row that this rank reads among the distinct ones
+    order: Tensor  # (T,) indices of its reads, sorted by row
+    requested: Tensor  # (n,) rows of this rank's part that ranks read, distinct for each reader, by reader
+    num_sent: tuple[int, ...]  # requested rows, by reader
+    num_received: tuple[int, ...]  # distinct rows that this rank reads, by owner
 
 
 def plan_rows(reads: list[np.ndarray], rank: int, num_rows: int):
     """reads: the rows (T,) that each rank reads, of a table (num_rows, D)."""
-    size = -(-num_rows // len(reads))
-    distinct, places, order = find_distinct(reads[rank])
+    size = -(-num_rows // len(reads))  # rows of a rank
+    distinct, inverse, order = find_distinct(reads[rank])
     by_owner = np.split(distinct, np.searchsorted(distinct, size * np.arange(1, len(reads))))
-    wanted = []
+    by_reader = []  # rows of this rank
     for reader, rows in enumerate(reads):
-        owned = by_owner[rank]
-        if reader != rank:
-            owned, *_ = find_distinct(rows.compress(rows // size == rank))  # faster than rows[...]
-        wanted.append(owned)
-    wanted_rows = np.concatenate(wanted) - rank * size
-    return RowPlan(*map(torch.from_numpy, (places, order, wanted_rows)), tuple(map(len, wanted)),
-                   tuple(map(len, by_owner)))
+        if reader == rank:
+            by_reader.append(by_owner[rank])
+        else:
+            own_rows = rows.compress(rows // size == rank)  # faster than rows[...]
+            by_reader.append(find_distinct(own_rows)[0])
+    requested = np.concatenate(by_reader) - rank * size
+    return RowPlan(torch.from_numpy(inverse), torch.from_numpy(order), torch.from_numpy(requested),
+                   num_sent=tuple(len(rows) for rows in by_reader),
+                   num_received=tuple(len(rows) for rows in by_owner))
 
 
 def find_distinct(rows):
-    """Returns (distinct rows in ascending order, place of each row among them, order that sorts `rows`)."""
+    """Returns (distinct rows in ascending order, index of each row among them, order that sorts `rows`)."""
     keys = np.sort((rows.astype(np.int64) << 32) + np.arange(len(rows)))  # faster than argsort()
     ordered = keys >> 32
     order = keys & 0xFFFFFFFF
     is_new = np.diff(ordered, prepend=-1) > 0
-    places = np.empty_like(keys)
-    places[order] = is_new.cumsum() - 1
-    return ordered.compress(is_new), places, order
+    inverse = np.empty_like(keys)
+    inverse[order] = is_new.cumsum() - 1
+    return ordered.compress(is_new), inverse, order
 
 
 def add_plans(batch: Batch, tokens: list[np.ndarray], rank: int, cfg: Config):
@@ -2547,8 +2561,12 @@ def make_ngram_table(cfg: Config, rt: Runtime):
 
 
 class Table(Bucket):
-    """A table whose rows (R, D) are divided among the ranks. With a rule that has state per row, an update
-    visits only rows with a gradient. The last row of the shard is then padding. Source: record 92."""
+    """A table whose rows (R, D) are divided among the ranks. Source: record 92. There are two kinds:
+
+        dense     an update visits all rows, and `total` has their gradient
+        sparse    the rule has state per row. An update visits rows with a gradient, and `pieces` has it. The
+                  last row of the shard is padding
+    """
 
     ROWS_AT_ONCE = 2**17  # largest number of rows in one call of the update rule
     CHECKED_ROWS = 128  # rows that all ranks compare
@@ -2565,23 +2583,24 @@ class Table(Bucket):
         self.values = self.shard = param.data
         self.unit, self.first_row = param.shape[1:], comm.rank * size
         self.has_kernel = rt.use_compile and rt.device.type == "cuda" and cfg.fast != ("off",)
-        self.is_dry = False  # updates change nothing, for the warm-up
+        self.discards_updates = False  # updates change nothing, for the warm-up
         self.pieces: list[tuple[Tensor, Tensor]] = []  # rows (n,) and gradients (n, D)
         self.arriving: list[tuple[RowPlan, Tensor, dist.Work | None]] = []
         self.total = self.grad = None if self.is_sparse else torch.zeros_like(self.shard)
 
-    def sum_rows(self, grad, places, order, num_rows: int):
+    def sum_rows(self, grad, inverse, order, num_rows: int):
         sum_equal = launch_row_sums if self.has_kernel else sum_rows
-        return sum_equal(grad, places, order, num_rows)
+        return sum_equal(grad, inverse, order, num_rows)
 
     def start_reading(self, plan):
         """Fetch the rows of a micro-batch. Returns a function that waits for them, and reads them."""
-        rows, work = self.comm.all_to_all(F.embedding(plan.wanted, self.shard), plan.sent, plan.received)
+        own_rows = F.embedding(plan.requested, self.shard)
+        rows, work = self.comm.all_to_all(own_rows, plan.num_sent, plan.num_received)
 
         def read():
             if work is not None:
                 work.wait()
-            leaf = F.embedding(plan.places, rows)  # (T, D)
+            leaf = F.embedding(plan.inverse, rows)  # (T, D)
             if torch.is_grad_enabled():
                 leaf.requires_grad_().register_post_accumulate_grad_hook(functools.partial(self.add, plan))
             return leaf
@@ -2590,9 +2609,9 @@ class Table(Bucket):
     def add(self, plan, leaf):
         """Sum the gradients of equal rows, and send them to the owners of the rows."""
         self.collect()  # of earlier micro-batches, so that memory is bounded
-        grad = self.sum_rows(leaf.grad, plan.places, plan.order, sum(plan.received))
+        grad = self.sum_rows(leaf.grad, plan.inverse, plan.order, sum(plan.num_received))
         leaf.grad = None
-        self.arriving.append((plan, *self.comm.all_to_all(grad, plan.received, plan.sent)))
+        self.arriving.append((plan, *self.comm.all_to_all(grad, plan.num_received, plan.num_sent)))
 
     def start_reduce(self):
         """The hooks of the leaves have sent the gradients."""
@@ -2602,7 +2621,7 @@ class Table(Bucket):
         for plan, grad, work in self.arriving:
             if work is not None:
                 work.wait()
-            self.pieces += zip(plan.wanted.split(plan.sent), grad.split(plan.sent))
+            self.pieces += zip(plan.requested.split(plan.num_sent), grad.split(plan.num_sent))
         self.arriving = []
         if not self.is_sparse:
             for rows, grad in self.pieces:
@@ -2610,7 +2629,8 @@ class Table(Bucket):
             self.pieces = []
 
     def wait_for_gradient(self):
-        """Sum the gradients of equal rows. Other places of a row become padding: no size depends on data."""
+        """Sum the gradients of equal rows. The sum stands at the first of them, and the others become the
+        row of padding, so that no size depends on data."""
         self.collect()
         if not self.is_sparse:
             return
@@ -2618,10 +2638,10 @@ class Table(Bucket):
         if len(self.pieces) > 1:
             rows, grads = map(torch.cat, zip(*self.pieces))
             ordered, order = rows.sort(stable=True)
-            first = torch.searchsorted(ordered, ordered)  # place of the first equal row
-            places = torch.empty_like(order).scatter_(0, order, first)
+            first = torch.searchsorted(ordered, ordered)  # index of the first equal row
+            inverse = torch.empty_like(order).scatter_(0, order, first)
             self.rows = torch.full_like(ordered, len(self.shard) - 1).scatter_(0, first, ordered)
-            self.grad = self.sum_rows(grads, places, order, len(rows))
+            self.grad = self.sum_rows(grads, inverse, order, len(rows))
 
     def update(self, calls: Calls):
         """Update all rows, or those that have a finite gradient. Clear the gradients."""
@@ -2631,7 +2651,7 @@ class Table(Bucket):
         for part, grad in self.split_rows():
             new, state = self.read_rows(part)
             calls.rules[self.group.rule](new, grad, state, self.hyper, self.options)  # changes them in place
-            if not self.is_dry:
+            if not self.discards_updates:
                 self.shard[part] = new
                 for key, values in state.items():
                     self.state[key][part] = values
@@ -2670,8 +2690,8 @@ class Table(Bucket):
 
     def gather(self):
         """The whole table (R, D), on the CPU."""
-        ((_, _, owned),) = self.owned()
-        return torch.cat(self.comm.gather_objects(self.shard[owned].cpu()))
+        ((_, _, own_rows),) = self.local_parts()
+        return torch.cat(self.comm.gather_objects(self.shard[own_rows].cpu()))
 
     def clear(self):
         self.pieces = []
@@ -2681,7 +2701,7 @@ class Table(Bucket):
         else:
             self.total.zero_()
 
-    def owned(self):
+    def local_parts(self):
         num_rows = min(len(self.shard) - self.is_sparse, self.num_rows - self.first_row)
         yield self.name, self.first_row, slice(0, max(0, num_rows))
 
@@ -2689,10 +2709,10 @@ class Table(Bucket):
         return self.num_rows
 
 
-def sum_rows(grad, places, _order, num_rows: int):
-    """Sum the gradients (T, D) of equal places (T,) -> (num_rows, D), in float32."""
-    wide = grad.to(at_least_fp32(grad))
-    return torch.ops.aten.embedding_dense_backward(wide, places, num_rows, -1, False).type_as(grad)
+def sum_rows(grad, inverse, _order, num_rows: int):
+    """Sum the gradients (T, D) of equal rows, given by inverse (T,) -> (num_rows, D), in float32."""
+    exact = grad.to(at_least_fp32(grad))
+    return torch.ops.aten.embedding_dense_backward(exact, inverse, num_rows, -1, False).type_as(grad)
 
 # ==== TRAINING =============================================================================================
 
@@ -2772,14 +2792,16 @@ class Trainer:
         return rt.comm.all_reduce(total).item() / (num_batches * data.batch_tokens)
 
     def get_step_inputs(self, state, num_tokens: int, seq_len: int):
-        """The model's inputs at a schedule state. Those of one shape stay in place, for step_graphs."""
-        made_for, step_inputs = self.step_inputs.get(num_tokens, (None, None))
-        if made_for == (state.stage_index, seq_len):
-            return step_inputs
+        """The model's inputs in a stage. Later stages copy theirs to the tensors of the first one with as
+        many tokens, because the addresses in CUDA graphs are fixed."""
+        stage_key = (state.stage_index, seq_len)
+        old_key, old = self.step_inputs.get(num_tokens, (None, None))
+        if old_key == stage_key:
+            return old
         new = make_step_inputs(state, num_tokens, seq_len, self.cfg, self.rt.device)
-        if step_inputs is not None:
-            new = tree_map(lambda x, y: x.copy_(y) if isinstance(x, Tensor) else y, step_inputs, new)
-        self.step_inputs[num_tokens] = (state.stage_index, seq_len), new
+        if old is not None:
+            new = tree_map(lambda x, y: x.copy_(y) if isinstance(x, Tensor) else y, old, new)
+        self.step_inputs[num_tokens] = (stage_key, new)
         return new
 
     def warm_up(self, train_data, val_data):
@@ -2790,9 +2812,12 @@ class Trainer:
         saved = Snapshot(self, with_tables=False)
         lines = []
         for table in self.optimizer.tables:  # a snapshot has no sparse tables
-            table.is_dry = True
-        # Large steps first: graphs of small ones fit into their memory. No data thread may disturb a capture
-        for stage, start, end in sorted(self.schedule.stage_ranges(), key=lambda x: -x[0].tokens_per_step):
+            table.discards_updates = True
+        # Large steps first, so that CUDA graphs of small ones reuse their memory. Batches come from this
+        # thread, because a call of CUDA by another one would break a capture
+        stages = self.schedule.stage_ranges()
+        stages.sort(key=lambda stage_range: stage_range[0].tokens_per_step, reverse=True)
+        for stage, start, end in stages:
             print_phase(f"warm-up with {stage.tokens_per_step:,} tokens per step", self.rt)
             num_steps = min(self.cfg.warmup_iterations * self.cfg.longest_period, end - start)
             batches = (move_batch(batch, self.rt.device)
@@ -2810,7 +2835,7 @@ class Trainer:
             self.validate(val_data, self.schedule.at(self.cfg.num_iterations), num_batches)
         saved.restore()
         for table in self.optimizer.tables:
-            table.is_dry = False
+            table.discards_updates = False
         for graphs in self.graphs:
             graphs.can_capture = False
         del saved
@@ -2838,7 +2863,8 @@ def train(cfg: Config, rt: Runtime, argv: list[str]):
     run["choices"] = describe_choices(rt)
     trainer = Trainer(cfg, rt)
     optimizer, schedule, progress = trainer.optimizer, trainer.schedule, trainer.progress
-    log, stop = RunLog(cfg, rt, run, saved, progress), Stop(rt)
+    log = RunLog(cfg, rt, run, saved, progress)
+    stop = Stop(rt)
     if folder:
         load_state(trainer, folder, saved)
     checkpoints = Checkpoints(cfg, log, rt, train_data.bos, folder if saved else None)
@@ -2862,7 +2888,8 @@ def train(cfg: Config, rt: Runtime, argv: list[str]):
         rt.comm.set_timeout(STEP_TIMEOUT)
 
         # On the clock, as published: prefix tokens, batches, steps, averages, the start of checkpoints
-        train_clock, save_is_due = TrainClock(rt.device, progress.train_time, clock(rt.device)), False
+        train_clock = TrainClock(rt.device, progress.train_time, clock(rt.device))
+        save_is_due = False  # until the next step after which a checkpoint is possible
         if vocabulary:
             trainer.model.head.prefix_tokens.copy_(find_prefix_tokens(vocabulary, cfg.padded_vocab_size))
         batches = prefetch(
@@ -2880,17 +2907,18 @@ def train(cfg: Config, rt: Runtime, argv: list[str]):
             progress.tokens += state.stage.tokens_per_step
             log.log_step(loss, train_clock.read())
 
-            # 3. Save or stop, when no gradient waits for a later update
+            # 3. Save or stop, once no gradient waits for a later update
             is_last = progress.step == cfg.num_iterations
             if cfg.checkpoint_every and (is_last or progress.step % cfg.checkpoint_every == 0):
                 save_is_due = True
-            status = stop.exchange()
-            is_free = is_last or optimizer.has_no_pending_gradients()
-            must_save = is_free and bool(status or save_is_due)
+            status = stop.exchange()  # exit status of a stop request to any rank, else 0
+            can_save = is_last or optimizer.has_no_pending_gradients()
+            must_save = can_save and bool(status or save_is_due)
             monitor.end_step(loss, state, must_wait=must_save or is_last)
             if must_save:
+                save_is_due = False
                 log.flush_losses()
-                progress.train_time, save_is_due = train_clock.lap(), False
+                progress.train_time = train_clock.lap()
                 checkpoints.save(trainer, must_wait=is_last or bool(status))
                 if status:
                     checkpoints.end(status)  # raises RunError
@@ -2941,9 +2969,9 @@ FORMS = {  # name: functions of part one that it computes in another way
 }
 FP8_FORMS = ("fp8_head", "fp8_mlp", "fp8_qkv")  # --fp8 and --fp8_parts choose them
 DIGESTS = dict(  # of the code that the fast forms compute, see compute_digests()
-    linear="14b495f7", rms_norm="45595a91", relu2_mlp="852450c1", rotate="033821d4", make_qkv="6b81ec76",
+    linear="14b495f7", rms_norm="45595a91", relu2_mlp="852450c1", rotate="033821d4", make_qkv="6eb712a2",
     is_visible="a0344112", make_mask="71a613e4", attention="c5808774", Softcap="ebe96bc1",
-    head_loss="9afe4062")
+    head_loss="b3a1b4b7")
 ZERO_GRADIENT = 1e-4  # of the largest gradient norm: smaller gradients are compared as if they had this norm
 VAL_FORMS = frozenset({"rms_norm", "qkv_kernel", "flex_attention", "block_attention"})
 FLEX_CAPABILITY = (7, 0)  # least CUDA capability of FlexAttention, and of torch.compile on GPUs
@@ -3075,26 +3103,35 @@ class FormCheck:
         scales = DelayedScales(self.model, Comm())
         if scales.leaves:
             scales.set(0.5 * scales.read())
-        tokens = torch.randint(cfg.vocab_size - 1, (2, 385)).numpy()
-        tokens[[0, 0, 1, 1], [0, 60, 0, 300]] = cfg.vocab_size - 1  # BOS. Some documents exceed the windows
+        bos = cfg.vocab_size - 1
+        tokens = torch.randint(bos, (2, 385)).numpy()
+        for sequence, start in ((0, 0), (0, 60), (1, 0), (1, 300)):  # two documents exceed the windows
+            tokens[sequence, start] = bos
         tokens[:, 200:220] = 1  # equal targets
-        batch = make_batch(tokens, cfg.vocab_size - 1, cfg.max_attention_len)
-        batch.targets[::5] = -1
-        batch, state = move_batch(batch, device), Schedule(cfg).at(0)
+        batch = make_batch(tokens, bos, cfg.max_attention_len)
+        batch.targets[::5] = -1  # no target
+        batch = move_batch(batch, device)
+        state = Schedule(cfg).at(0)
         step_inputs = make_step_inputs(state, 768, 384, cfg, device)
         loss_weights = torch.tensor(state.loss_weights, device=device)
         # The second inputs are for step_graphs: other tokens, windows and loss weights
         other_batch = batch._replace(inputs=batch.inputs.flip(0), targets=batch.targets.flip(0))
         other_step_inputs = step_inputs._replace(windows=step_inputs.windows.flip(0))
         self.inputs = (batch, step_inputs, loss_weights), (other_batch, other_step_inputs, -loss_weights)
-        self.make_operations = functools.cache(lambda *names, dtype: make_operations(cfg, names, dtype))
+        self.operations: dict[tuple, Operations] = {}  # by names and dtype: a graph belongs to one object
         self.plain = self.run([], torch.float32)
+
+    def get_operations(self, names: list[str], dtype):
+        key = (*names, dtype)
+        if key not in self.operations:
+            self.operations[key] = make_operations(self.cfg, names, dtype)
+        return self.operations[key]
 
     def run(self, names: list[str], dtype, case: int = 0):
         """Loss and all gradients by the named forms. case: which inputs."""
         batch, step_inputs, loss_weights = self.inputs[case]
         self.model.zero_grad()
-        loss = self.model(batch, step_inputs, self.make_operations(*names, dtype=dtype), loss_weights)
+        loss = self.model(batch, step_inputs, self.get_operations(names, dtype), loss_weights)
         loss.backward()
         named = self.model.named_parameters()
         grads = {name: param.grad for name, param in named if param.grad is not None}
@@ -3246,27 +3283,29 @@ def run_batches(trainer: Trainer, state, batch: Batch, val_batch, val_data):
 # does not wait for Python. Look-ups in tables, communication and validation have no graphs.
 
 class StepGraphs:
-    """CUDA graphs of a function, forward and backward, one pair for each kind of arguments. Tensors among
-    the arguments are copied into the graph. Other arguments are constants of the graph. So are the addresses
-    of all other tensors that the function uses: parameters, state and scales never move. The graphs share
-    memory, because only one of them is between its forward and its backward."""
+    """CUDA graphs of a function, forward and backward, one pair for each signature: shapes and dtypes of the
+    tensors among the arguments, and values of the others. Tensors are copied into the graph. The addresses
+    of all other tensors that the function uses are constants: parameters, state and scales never move. The
+    graphs share memory, because only one of them is between its forward and its backward."""
 
     def __init__(self, function: Callable, params: Iterable[Tensor] = ()):
         """params: leaves that may get a gradient. (): there is no backward."""
-        self.function, self.params = function, list(params)
-        self.graphs = {}  # by kind: the graph, and the leaves that get a gradient
+        self.function = function
+        self.params = list(params)
+        self.graphs = {}  # by signature: the graph, and the leaves that get a gradient
         self.pool = None
         self.can_capture = True  # during the warm-up. Later another thread uses CUDA
 
     def __call__(self, *args):
         leaves, spec = tree_flatten(args)
-        kind = spec, *((x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in leaves)
+        signature = spec, *((x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else x
+                            for x in leaves)
         is_training = torch.is_grad_enabled() or not self.params
-        if self.can_capture and is_training and kind not in self.graphs:
-            self.graphs[kind] = self.capture(args)
-        if kind not in self.graphs:
+        if self.can_capture and is_training and signature not in self.graphs:
+            self.graphs[signature] = self.capture(args)
+        if signature not in self.graphs:
             return self.function(*args)
-        graph, params = self.graphs[kind]
+        graph, params = self.graphs[signature]
         return graph(*filter(torch.is_tensor, leaves), *params)
 
     def capture(self, args: tuple):
@@ -3279,7 +3318,7 @@ class StepGraphs:
             grads = torch.autograd.grad(outputs, self.params, outputs, allow_unused=True)
         params = [param for param, grad in zip(self.params, grads) if grad is not None]
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.make_graphed_callables(
+        graph = torch.cuda.make_graphed_callables(  # the function reads args, which are the graph's inputs
             lambda *_: self.function(*args), (*filter(torch.is_tensor, tree_leaves(args)), *params),
             allow_unused_input=True, pool=self.pool)
         return graph, params
@@ -3337,26 +3376,40 @@ FLEX_HOPPER = {
 def build_block_mask(doc_ids, window):
     """make_mask() for FlexAttention, from the range of documents in each block. window is a tensor, so one
     compiled graph serves all windows. The visible key blocks of a query block are contiguous, and end with
-    it. So are those without masked pairs. Therefore the lists need no sort. Sources: records 12 and 16."""
-    first, last = doc_ids.view(-1, BLOCK)[:, 0], doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,)
-    block = torch.arange(first.size(0), device=doc_ids.device, dtype=torch.int32)
-    row = block[:, None]  # row of the lists: query block in lists by query, key block in lists by key
-    distance = (row - block) * BLOCK  # (T/128, T/128), tokens from the key block to the query block
+    it. So are those without masked pairs. Therefore the lists need no sort. Sources: records 12 and 16.
+
+        key blocks       0 1 2 3 4 5     A list holds block numbers, and has a count. The rest is ignored
+        query block 4    . p f f p .     full: 2 3, partial: 1 4. Both end before or with block 4
+        query blocks that see key block 1: full: 2 3, partial: 1 4
+    """
+    first = doc_ids.view(-1, BLOCK)[:, 0]  # (T/128,) document at the start of each block
+    last = doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,)
+    num_blocks = first.size(0)
+    column = torch.arange(num_blocks, device=doc_ids.device, dtype=torch.int32)  # place in a list, key block
+    row = column[:, None]  # query block, or key block in lists by key
+    distance = (row - column) * BLOCK  # (T/128, T/128), tokens from the key block to the query block
     overlap = (first[:, None] <= last) & (first <= last[:, None])
     visible = (distance >= 0) & (distance - (BLOCK - 1) <= window) & overlap
     full = ((distance > 0) & (distance + (BLOCK - 1) <= window)
             & (first[:, None] == last) & (first == last[:, None]))
-    lists = []  # by query and by key, partial and full: counts (1, 1, T/128), blocks (1, 1, T/128, T/128)
-    for is_by_query, dim in ((True, 1), (False, 0)):
-        num_visible, num_full = (x.sum(dim, dtype=torch.int32) for x in (visible, full))  # (T/128,)
-        start, length = row + 1 - num_visible[:, None], num_full[:, None]
-        if is_by_query:
-            partial = torch.where(start + block < row - length, start + block, row)
-            unmasked = row - length + block
-        else:
-            partial, unmasked = torch.where(block == 0, row, row + length + block), row + 1 + block
-        for counts, blocks in ((num_visible - num_full, partial), (num_full, unmasked)):
-            lists += [counts[None, None], blocks.clamp(max=block.size(0) - 1)[None, None]]
+
+    # For each query block: full blocks end at row - 1. Partial ones are the earlier visible blocks, then row
+    num_visible = visible.sum(1, dtype=torch.int32)  # (T/128,)
+    num_full = full.sum(1, dtype=torch.int32)
+    earlier = row + 1 - num_visible[:, None] + column
+    full_start = row - num_full[:, None]
+    partial_keys = torch.where(earlier < full_start, earlier, row)
+    by_query = [num_visible - num_full, partial_keys, num_full, full_start + column]
+
+    # For each key block: full blocks start at row + 1. Partial ones are row, then those behind the full ones
+    num_visible = visible.sum(0, dtype=torch.int32)
+    num_full = full.sum(0, dtype=torch.int32)
+    partial_queries = torch.where(column == 0, row, row + num_full[:, None] + column)
+    by_key = [num_visible - num_full, partial_queries, num_full, row + 1 + column]
+
+    # Counts (1, 1, T/128), and lists (1, 1, T/128, T/128) in the order of BlockMask
+    lists = [x.clamp(max=num_blocks - 1)[None, None] if x.dim() == 2 else x[None, None]
+             for x in by_query + by_key]
 
     def mask_mod(_batch, _head, query, key):
         return is_visible(query, key, doc_ids, window)
@@ -3404,8 +3457,12 @@ def hide_earlier_keys(num_keys: int, dtype, device):
 
 
 class BlockAttention(torch.autograd.Function):
-    """attention() by blocks, mask (T/C, C, M * C). Memory is linear in T. Each of N = H * T/C blocks reads M
-    blocks of keys. The mask hides those of the previous head. Autograd's own backward takes longer."""
+    """attention() by blocks, mask (T/C, C, M * C). Memory is linear in T. Each of N = H * T/C blocks of
+    queries reads M blocks of keys, up to its own. Autograd's own backward takes longer. With M = 3:
+
+        query block    0        1        2        3
+        key blocks     . . 0    . 0 1    0 1 2    1 2 3      . : of the previous head, hidden by the mask
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, mask):
@@ -3782,9 +3839,9 @@ def launch_relu2_matmul(x: Scaled, w: Scaled, out_scale, _dtype, hidden: Scaled 
     return Scaled(out, out_scale), Scaled(out_t, out_scale), amax
 
 
-def launch_row_sums(grad, places, order, num_rows: int):
-    """sum_rows() by one kernel without a sort, in a fixed order. order (T,) sorts the places."""
-    starts = torch.searchsorted(places[order], torch.arange(num_rows + 1, device=grad.device))
+def launch_row_sums(grad, inverse, order, num_rows: int):
+    """sum_rows() by one kernel without a sort, in a fixed order. order (T,) sorts inverse."""
+    starts = torch.searchsorted(inverse[order], torch.arange(num_rows + 1, device=grad.device))
     width = grad.size(1)
     sums = grad.new_empty(num_rows, width)
     block = min(128, width & -width)  # it divides the width
@@ -4758,18 +4815,18 @@ def find_problems(cfg: Config):
 
 
 def check_world_size(cfg: Config, world_size: int):
-    """Raise RunError if ranks cannot share a step. Returns divide_step() of the last stage."""
+    """Raise RunError if ranks cannot share a step."""
     for stage in cfg.full_stages:
         num_sequences = stage.tokens_per_step // stage.seq_len
         if num_sequences % world_size:
             raise RunError(f"--tokens_per_step={stage.tokens_per_step}: {world_size} ranks cannot share "
                            f"{num_sequences} sequences", 2)
-    return divide_step(cfg, world_size, stage)
 
 
 def derived_numbers(cfg: Config, world_size: int):
     """Numbers that follow from the config, for --print_config and the run record."""
-    num_micro_batches, sequences = check_world_size(cfg, world_size)
+    check_world_size(cfg, world_size)
+    num_micro_batches, sequences = divide_step(cfg, world_size, cfg.full_stages[-1])
     with torch.device("meta"):
         model = GPT(cfg)
         num_params = sum(p.numel() for name, p in model.named_parameters()
@@ -5196,8 +5253,9 @@ def find_key_folder(cfg: Config, run: dict):
 
 def find_start(cfg: Config, run: dict, rt: Runtime):
     """Returns (checkpoint to continue from, its metadata, log line). It is the furthest whole step of all
-    runs with this key, whose run then goes on, else --resume=PATH, or None. A model.pt has no metadata here,
-    because its run is over. All ranks must call it."""
+    runs with this key, else --resume=PATH, or None. In the first case its run goes on: run["run_id"] becomes
+    that of the checkpoint. A model.pt has no metadata here, because its run is over. All ranks must call
+    it."""
     if not cfg.resume:
         return None, {}, ""
     folder = find_key_folder(cfg, run)
@@ -5247,7 +5305,7 @@ def collect_rows(trainer: Trainer):
     """This rank's rows as {NAME/KEY/FIRST_ROW: tensor}. Training draws no random numbers."""
     trainer.optimizer.finish()
     rows = {f"{name}/{key}/{first}": tensor[part] for bucket in trainer.optimizer.buckets
-            for name, first, part in bucket.owned() for key, tensor in bucket.tensors().items()}
+            for name, first, part in bucket.local_parts() for key, tensor in bucket.tensors().items()}
     if trainer.fp8_scales.leaves and trainer.rt.is_main:
         rows["fp8/scales/0"] = trainer.fp8_scales.read()
     return rows
@@ -5297,7 +5355,7 @@ def load_weights(trainer: Trainer, path: Path):
             if found != needed:
                 raise RunError(f"{path} has {found} values of {name}, but this run has {needed}: give the "
                                "options of its run", 2)
-        for name, first, part in bucket.owned():
+        for name, first, part in bucket.local_parts():
             units = tensors[name].reshape(-1, *bucket.unit)
             bucket.shard[part] = units[first : first + part.stop - part.start].to(bucket.shard)
         if bucket.rule.keeps_norm:
@@ -5660,7 +5718,9 @@ class Guard:
 
 def main(argv: list[str]):
     """Run a command line. Returns the exit status, and prints a RunError as one line."""
-    status, rank, line = 0, env_int("RANK", 0), ""
+    status = 0
+    line = ""  # for standard error
+    rank = env_int("RANK", 0)
     try:
         values = parse_argv(argv)
         print_config = values.pop("print_config", False)
@@ -5684,8 +5744,10 @@ def main(argv: list[str]):
     except Exception:
         status = 1
         traceback.print_exc()
+    # All ranks end by a signal, so rank 0 alone says so. An error may be of one rank. If rank 0 has it, too,
+    # it prints the line, and torchrun ends the others within these seconds
     if line and (rank == 0 or status < 128):
-        if rank:  # rank 0 prints what all ranks see, and torchrun then ends this rank
+        if rank != 0:
             time.sleep(3)
         print(f"train_gpt.py: {line}", file=sys.stderr, flush=True)
     if status and dist.is_initialized():

@@ -185,7 +185,7 @@ def test_a_faultless_compiler_stays_on(shards, monkeypatch, preset, warmup_itera
     assert trainer.model.calls is calls and isinstance(calls.run_head, gpt.StepGraphs) == bool(forms)
     assert all(isinstance(rule, functools.partial) for rule in calls.rules.values())
     assert_same_bits(list_state(trainer), before)
-    assert all(not (table.pieces or table.arriving or table.is_dry) for table in trainer.optimizer.tables)
+    assert all(not (table.pieces or table.arriving or table.discards_updates) for table in trainer.optimizer.tables)
     assert trainer.optimizer.step_count == 0 and trainer.model.is_tied == trainer.cfg.tie_head
 
 

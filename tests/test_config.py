@@ -340,7 +340,8 @@ def test_ranks_that_cannot_share_the_sequences():
     for refuse in (gpt.check_world_size, gpt.derived_numbers):
         with pytest.raises(gpt.RunError, match="--tokens_per_step=512: 3 ranks cannot share 1 "):
             refuse(cfg, 3)
-    assert gpt.check_world_size(cfg, 1) == (2, 2)  # of the last stage
+    gpt.check_world_size(cfg, 1)
+    assert gpt.derived_numbers(cfg, 1)["grad_accum_steps"] == 2  # of the last stage
 
 
 @pytest.mark.parametrize("world_size, micro, expected", [
@@ -348,7 +349,6 @@ def test_ranks_that_cannot_share_the_sequences():
 def test_sequences_are_split_evenly(world_size, micro, expected):
     cfg = gpt.make_config({"preset": "smoke", "micro_batch_tokens": micro})
     assert gpt.divide_step(cfg, world_size, cfg.full_stages[0]) == expected
-    assert gpt.check_world_size(cfg, world_size) == expected
 
 
 @pytest.mark.parametrize("content", ['{"num_iterations": 5', "[]", "{}"])

@@ -142,13 +142,21 @@ def test_a_plan_of_rows(num_rows, num_ranks):
     size = -(-num_rows // num_ranks)
     for rank, plan in enumerate(plans):
         distinct = sorted({*reads[rank].tolist()})
-        assert [distinct[place] for place in plan.places.tolist()] == reads[rank].tolist()
+        assert [distinct[place] for place in plan.inverse.tolist()] == reads[rank].tolist()
         owners = [row // size for row in distinct]
-        assert plan.received == tuple(owners.count(owner) for owner in range(num_ranks))
-        assert plan.received == tuple(owner.sent[rank] for owner in plans)
+        assert plan.num_received == tuple(owners.count(owner) for owner in range(num_ranks))
+        assert plan.num_received == tuple(owner.num_sent[rank] for owner in plans)
         own = range(rank * size, (rank + 1) * size)
         wanted = [sorted(row - own.start for row in {*rows.tolist()} if row in own) for rows in reads]
-        assert [part.tolist() for part in plan.wanted.split(plan.sent)] == wanted
+        assert [part.tolist() for part in plan.requested.split(plan.num_sent)] == wanted
+
+
+def test_the_plan_of_the_docstring():
+    """Two ranks, five tokens each."""
+    reads = [np.array([5, 1, 5, 2, 1], np.int32), np.array([2, 6, 2, 2, 6], np.int32)]
+    plan = gpt.plan_rows(reads, 0, 8)
+    assert [x.tolist() for x in plan[:3]] == [[2, 0, 2, 1, 0], [1, 4, 3, 0, 2], [1, 2, 2]]
+    assert plan[3:] == ((2, 1), (2, 1))
 
 
 def test_plans_of_a_batch():
@@ -163,9 +171,9 @@ def test_plans_of_a_batch():
     assert torch.equal(batch.sign_rows, torch.stack(signs)) and signs[0].dtype == torch.int32
     for plan, reads, num_rows in ((batch.token_plan, inputs, 384), (batch.ngram_plan, rows, 1024)):
         expected = gpt.plan_rows(reads, 1, num_rows)
-        assert all(map(torch.equal, plan[:3], expected[:3])) and plan[3:] == expected[3:] and min(plan.sent) > 0
-        assert torch.equal(plan.order, plan.places.argsort(stable=True))
-    assert batch.ngram_plan.places.shape == (2 * 128,)
+        assert all(map(torch.equal, plan[:3], expected[:3])) and plan[3:] == expected[3:] and min(plan.num_sent) > 0
+        assert torch.equal(plan.order, plan.inverse.argsort(stable=True))
+    assert batch.ngram_plan.inverse.shape == (2 * 128,)
 
 
 def test_a_model_without_value_embeddings_has_no_plan_of_them():
