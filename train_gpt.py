@@ -1738,9 +1738,10 @@ class MLP(nn.Module):
         super().__init__()
         dim, hidden = cfg.model_dim, cfg.mlp_hidden
         fan_in = dim if cfg.has_output_gain else hidden  # with gains both start with one std, as in MuonH
-        up = uniform((dim, hidden), cfg.init_std * dim**-0.5)
-        down = uniform((dim, hidden), output_std(cfg, "mlp") * fan_in**-0.5)
-        up_down = torch.stack((up, down)).to(getattr(torch, cfg.matrix_dtype))  # (2, D, F)
+        up_down = torch.zeros(2, dim, hidden)  # (2, D, F)
+        fill_uniform(up_down[0], cfg.init_std * dim**-0.5)
+        fill_uniform(up_down[1], output_std(cfg, "mlp") * fan_in**-0.5)
+        up_down = up_down.to(getattr(torch, cfg.matrix_dtype))
         self.up_down = parameter(up_down, "matrix", lr_mul=cfg.mlp_lr_mul, kind="up_down")
         self.scales: tuple[Tensor, Tensor] | None = None  # of a fast form, see DelayedScales
 
@@ -1822,11 +1823,16 @@ def normal(shape: tuple[int, ...], std: float):
 
 
 def uniform(shape: tuple[int, ...], std: float):
-    """Uniform with this standard deviation. std=0 draws no random numbers. Source: record 19."""
+    """Uniform numbers with mean 0 and this standard deviation."""
     x = torch.zeros(shape)
+    fill_uniform(x, std)
+    return x
+
+
+def fill_uniform(x, std: float):
+    """Fill x as uniform() does. std=0 leaves it, and draws no random numbers. Source: record 19."""
     if std and not x.is_meta:
         x.uniform_(-(3**0.5) * std, 3**0.5 * std)
-    return x
 
 
 def output_std(cfg: Config, part: str):
