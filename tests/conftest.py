@@ -63,6 +63,15 @@ def compute_little():
     gpt.measure_matmul = real
 
 
+@pytest.fixture(autouse=True)
+def keep_matmul_precision():
+    """choose_dtype() sets it for the whole process. In a run in float64 it cannot see whether oneDNN rounds float32."""
+    setting = torch.backends.mkldnn.matmul
+    precision = setting.fp32_precision
+    yield
+    setting.fp32_precision = precision
+
+
 def slow_but(values, *quick) -> list:
     """Parameters of a test. All values except `quick` are marked slow."""
     rows = [(value, value if isinstance(value, tuple) else (value,)) for value in values]

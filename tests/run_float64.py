@@ -40,14 +40,11 @@ def load_float64():
 def call_main(options: list[str]) -> int:
     """The exit status of a run in this process."""
     default = torch.get_default_dtype()
-    setting = torch.backends.mkldnn.matmul
-    precision = setting.fp32_precision  # choose_dtype() sets it, and its probe is float64 here
     torch.set_default_dtype(torch.float64)
     try:
         return load_float64().main(options)
     finally:
         torch.set_default_dtype(default)
-        setting.fp32_precision = precision
 
 
 def run_float64(folder: Path, *options: str, nproc: int = 1) -> tuple[dict, dict[str, torch.Tensor]]:

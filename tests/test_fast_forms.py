@@ -111,7 +111,7 @@ FAULTS = {  # (form, config): lines of code, and the same lines with a fault
         ("(distance + (BLOCK - 1) <= window)", "(distance <= window)")],
     ("flex_attention", "smoke"): [  # likewise between documents, and the wrong blocks without a mask
         ("            & (first[:, None] == last) & (first == last[:, None]))", "            )"),
-        ("unmasked = row - length + block", "unmasked = row - length - 1 + block")],
+        ("num_full, full_start + column]", "num_full, full_start - 1 + column]")],
     ("head_loss", "record_92"): [
         # no derivative of the softcap, no shift, missing targets, and gradients of the first target only
         ("grads.mul_(torch.addcmul(capped, capped, capped, value=-1 / softcap.cap))", "pass"),

@@ -84,9 +84,15 @@ def test_parameters(preset, monkeypatch):
     for name, param in params.items():
         assert (tuple(param.shape), str(param.dtype)[6:], param.spec.group) == expected[name][:3], name
     torch.manual_seed(0)
-    rows, uniform = (2048 if cfg.ngram_rows else 0), gpt.uniform
-    monkeypatch.setattr(  # 16 columns of random numbers, repeated: a model of full width takes seconds
-        gpt, "uniform", lambda shape, *stds: uniform((shape[0], 16), *stds).repeat(1, 1, shape[1] // 16))
+    rows, fill_uniform = (2048 if cfg.ngram_rows else 0), gpt.fill_uniform
+
+    def fill_quickly(x, std):
+        """16 columns of random numbers, repeated. A model of full width takes seconds."""
+        columns = torch.zeros(*x.shape[:-1], 16)
+        fill_uniform(columns, std)
+        x.copy_(torch.cat([columns] * (x.size(-1) // 16), dim=-1))
+
+    monkeypatch.setattr(gpt, "fill_uniform", fill_quickly)
     model = gpt.GPT(make_config(preset, vocab_size=1000, **({"ngram_rows": rows} if rows else {})))
     for name, param in model.named_parameters():
         values, start = param.detach().float(), expected[name].init
