@@ -612,7 +612,7 @@ class Schedule:
         index, fraction = self.find_stage(step)
         stage = self.stages[index]
         if step == self.num_iterations:
-            index += 1
+            index = len(self.stages)
 
         # Learning rates and weight decay
         lr, weight_decay = {}, {}
@@ -5009,7 +5009,7 @@ def measure_run(trainer: Trainer, run: dict):
 
 
 class RunLog:
-    """Log lines, events, progress and result of a run. Without a terminal there are 20 progress lines."""
+    """Log lines, events, progress and result of a run. It prints at most 19 progress lines to a file."""
 
     LOSSES_AT_ONCE = 20  # losses that a GPU keeps before it hands them over, and in the printed mean
 
@@ -5234,7 +5234,7 @@ def open_tensors(step: Path):
 
 
 def lock_run(folder: Path):
-    """Lock the folder of a run until the process ends. None if another process keeps the lock."""
+    """Lock the folder of a run until the returned file is closed. None if another process keeps the lock."""
     file = open(folder / ".lock", "a+b")  # network file systems need a file that is open for writing
     for _ in range(60):  # seconds
         try:

@@ -159,7 +159,7 @@ FP8_FAULTS = [
     ("fp8_mlp", "y * 2 * (hidden.values.float() * hidden.scale)", "y * (hidden.values.float() * hidden.scale)"),
     ("fp8_mlp", "y * 2 * (hidden.values.float() * hidden.scale)", "y * 2 * hidden.values.float()"),
     ("fp8_mlp", "Scaled(hidden_t, hidden_scale)", "Scaled(hidden_t.roll(1, 0), hidden_scale)"),
-    ("fp8_head", "HeadScales(x=math.sqrt(cfg.model_dim) / 448", "HeadScales(x=0.1 / 448"),
+    ("fp8_head", "HeadScales(x=math.sqrt(cfg.model_dim) / 448", "HeadScales(x=0.01 / 448"),
     ("fp8_head", "torch.full((), scales.grad, device", "torch.full((), 2 * scales.grad, device")]  # fmt: skip
 
 
