@@ -15,7 +15,6 @@ Part two, the same mathematics, faster. A check at startup compares the fast for
 Part three, infrastructure.
     DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
 
-Arguments without an annotation are tensors.
 Shapes: T tokens, D model_dim, H num_heads, K channels of a query or key, L of a value, F hidden channels of
     an MLP, V padded vocabulary, N ranks, M matrices or elements of a bucket.
 Sources: a number or a date names a record of the modded-nanogpt benchmark, see docs/published_records.md.
@@ -156,7 +155,8 @@ class Stage:
 @dataclass(frozen=True)
 class Group:
     lr: float = option(0.0, "learning rate. Stages and schedules multiply it", 0.0)
-    rule: str = option("adamw", "update rule: muon, normuon, muonh, normuonh, anvil (matrices), or adamw")
+    rule: str = option("adamw", "update rule: muon, normuon, muonh, normuonh, anvil (matrices), row_adam "
+                       "(tables), or adamw")
     betas: tuple[float, float] = option((0.8, 0.95), "Adam betas. Row variances use the second", 0.0,
                                         0.9999)
     weight_decay: float = option(0.0, "weight decay, times the learning rate. Not of muonh, normuonh", 0.0)
@@ -232,14 +232,14 @@ class Config:
     vocab_file: str = option("data/gpt2_vocab.json", "token ids as JSON, for prefix_weight")
     warmup_iterations: int = option(3, "untimed warmup steps per stage, times a group's longest period", 0)
     out: str = option(".", "folder of logs/, records/ and checkpoints/")
-    checkpoint_every: int = option(0, "steps between checkpoints. 0: only if a run is stopped", 0)
+    checkpoint_every: int = option(0, "steps between checkpoints. 0: none remains of a run that ends", 0)
     resume: str = option("", "checkpoint to continue from. auto: the newest of this run, if any. "
                              "A model.pt: begin at step 0 with its weights")
     telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
     tracker: str = option("off", "also send losses and measurements to this tool. Needs its package",
                           choices=("off", "trackio", "wandb"))
-    guard: bool = option(False, "if training diverges, roll back and lower the precision. It keeps two "
-                         "copies of the model, so an n-gram table above 2 GB is refused")
+    guard: bool = option(False, "if training diverges, roll back and lower the precision. It keeps copies "
+                         "of model and optimizer state, so an n-gram table above 2 GB is refused")
 
     # Shape of the network
     layers: tuple[LayerSpec, ...] = option((), "layers as JSON, or a .json file. (): layer_pattern. "
@@ -393,8 +393,9 @@ def build_layers(num_layers: int, pattern: str):
 
 
 def build_laptop_layers(num_layers):
-    """Every fourth and the last layer have long windows. The upper half has skips from the lower half. All
-    layers have key offset, and by turns one of two tables of value embeddings."""
+    """Every fourth and the last layer have long windows. A layer has a skip from the layer that is as far
+    from the start as it is from the end, if that one is at least two layers earlier. All layers have key
+    offset, and by turns one of two tables of value embeddings."""
     last = num_layers - 1
     layers = []
     for i in range(num_layers):
@@ -424,7 +425,7 @@ RECORD_92_LAYERS = (  # record 92, 2026-08-30
 )
 
 # The first five durations add up to scheduled_steps + 1 = 1175, so they are numbers of steps, see Schedule.
-# The last stage is the extension, which begins one step earlier
+# The last stage is the extension. It begins with step 1174, which cuts the fifth stage by one step
 RECORD_92_STAGES = (
     Stage(duration=320, window_long=384, window_short=128, tokens_per_step=131_072, max_doc_len=896,
           seq_len=16_384, loss_weights=((1, 1), (0.5, 0.5), (0.25, 0)), prefix_weight=(0.25,),
@@ -439,9 +440,9 @@ RECORD_92_STAGES = (
     Stage(duration=20, window_long=1664, window_short=768, tokens_per_step=131_072, seq_len=16_384),
 )
 
-# The embedding is tied to head.weight until step 1175, and group head trains it. every=2: updates in steps
-# 1, 3, 5, ..., with the gradients of two steps. The published decay of a weight is lr * lr * wd * wd_mul,
-# with the lr twice. The update multiplies weight_decay by lr, so a row here has lr * wd * wd_mul
+# The embedding is tied to head.weight up to the update in step 1175, and group head trains it. every=2:
+# updates in steps 1, 3, 5, ..., with the gradients of two steps. The published decay of a weight has the lr
+# twice: lr * lr * wd * wd_mul. The update multiplies weight_decay by lr, so a row here has lr * wd * wd_mul
 RECORD_92_GROUPS = dict(
     matrix=Group(rule="anvil", lr=0.023, betas=(0.9, 0.9), weight_decay=0.023 * 2.25),
     embed=Group(lr=0.008, betas=(0.5, 0.95), weight_decay=0.008 * 0.005 * 150, every=2),  # once untied
@@ -466,7 +467,7 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         value_gate_dim=12, qk_group_heads=2, yarn_max_window=1664,
         attention_scale=(0.085, 0.13), short_qk_dim=64, x0_mix="after_attention", residual_init=1.1**0.5,
         smear=True, ngram_rows=84_602_880, ngram_order=3, mudd_groups=12, zero_init="mlp",
-        # untie_frac: step 1174, as 1 would mean never. The head's next update is in step 1175
+        # untie_frac is step 1174, because 1 would mean never. The head's next update, in step 1175, unties
         tie_head=True, untie_frac=1173.5 / 1174, embed_std=(0.005, 0.01), softcap=(23.0, 5.0, 7.5),
         fp8_parts=("head", "logits", "mlp", "qkv"), fp8_head_amax=2.0, matrix_dtype="bfloat16",
         groups=RECORD_92_GROUPS, late_start=336 / 1174, state_dtype="float32", adam_eps=1e-10,
@@ -1187,7 +1188,7 @@ def keep_function(function: Callable):
 
 
 def do_not_wait(segment: int):
-    """Of a model without an optimizer: all parameters have their values."""
+    """The wait_for() of a model without an optimizer: nothing changes its parameters."""
 
 
 def make_calls(model: GPT, compile: Callable = keep_function):
@@ -1220,7 +1221,7 @@ class Head(nn.Module):
         for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
             columns.append(columns[-1].roll(-1).masked_fill(is_last, -1))
         if step_inputs.has_prefix_target:
-            columns.append(self.prefix_tokens[targets])  # a target of -1 (FormCheck) reads the last row
+            columns.append(self.prefix_tokens[targets])  # only FormCheck has targets of -1. They read a row
         targets = torch.stack(columns, dim=1)  # (T, n)
         if classes is None:
             return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
@@ -1478,11 +1479,11 @@ def layer_scalars(cfg: Config, layer: int):
     has_mudd = bool(spec.mudd_in)
     is_after = cfg.x0_mix == "after_attention"
 
-    # Where scalars come from that are learned in one recipe, and computed per token in another
-    head_source = "mix" if spec.gates_from is None else "gates"
-    stream_source = "mudd" if has_mudd else "residual"
-    output_source = "mudd" if has_mudd else "mix"
-    embedding_source = "scalar"
+    # Sources of scalars that are learned in one layer, and computed per token in another
+    head_source = "mix" if spec.gates_from is None else "gates"  # of xsa and head_gate
+    stream_source = "mudd" if has_mudd else "residual"  # of resid_attn and resid_mlp
+    output_source = "mudd" if has_mudd else "mix"  # of the sublayers' outputs
+    embedding_source = "scalar"  # of x0, x_in and n-grams
     if is_after:
         embedding_source = "mudd" if has_mudd else head_source
 
@@ -1494,7 +1495,7 @@ def layer_scalars(cfg: Config, layer: int):
         add("resid", "scalar", 1.0)
     # Embeddings that enter the residual stream, before attention or after it
     if spec.x0 and cfg.x0_mix != "off":
-        # As published, a layer with MUDD adds x_in in place of x0, although mudd_in has it already
+        # A layer with MUDD adds x_in in place of x0. As published it does so twice, because mudd_in has x_in
         add("x_in" if has_mudd and is_after else "x0", embedding_source, 0.0)
     if spec.ngram and cfg.ngram_rows:
         add("ngram_in" if is_after and layer == 0 else "ngram", embedding_source, 0.05)
@@ -1514,8 +1515,8 @@ def layer_scalars(cfg: Config, layer: int):
         elif spec.value_embed is not None and not cfg.value_gate_dim:
             add("ve_scale", "scalar", 0.5)
 
-    # Residual stream and outputs of the sublayers in record 92. Its projection has two learned scales, in
-    # groups with different learning rates
+    # Residual stream and outputs of the sublayers in record 92. Attention's projection has two learned
+    # scales, in groups with different learning rates
     if cfg.residual_init:
         if has_attention:
             add("proj_scale", "scalar", 1.0)
@@ -1661,9 +1662,9 @@ class Attention(nn.Module):
             qk[1] = qk[0]
         group_rows = (cfg.qk_group_heads or H) * K
         self.qk = parameter(qk.view(-1, group_rows, D), "matrix", kind="qk")  # (2H / group, group * K, D)
-        # If HL < D, both train as if padded with zeros to (D, D). matrix_step() multiplies the update of
-        # proj by sqrt(D / HL), and lr_mul divides by it. by_row: one variance for each row of v, as in (D,
-        # D)
+        # If HL < D, v and proj train as if they were padded with zeros to (D, D). The rules multiply the
+        # update of a tall matrix such as proj by sqrt(D / HL). lr_mul divides by it. A wide matrix such as v
+        # would have a variance for each column. by_row: one for each row, as a square matrix
         v = uniform((H * L, D), std).to(storage)
         proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5).to(storage)
         self.v = parameter(v, "matrix", kind="vo", by_row=H * L < D)  # (HL, D)
@@ -1705,8 +1706,9 @@ class Attention(nn.Module):
 
         # 3. Attention. In a paired layer two heads become one head of 2T positions, so they see each other's
         # keys. As published, RoPE and attention pair different heads. With four heads, token t has
-        #   in RoPE       position 2t in heads 0 and 2, 2t + 1 in heads 1 and 3
-        #   in attention  position 2t in heads 0 and 1, 2t + 1 in heads 2 and 3. They pair 0 with 2, 1 with 3
+        #   in RoPE       position 2t in heads 0 and 2, position 2t + 1 in heads 1 and 3
+        #   in attention  position 2t in heads 0 and 1, position 2t + 1 in heads 2 and 3
+        # So attention's first head is made of heads 0 and 2, and its second head of heads 1 and 3
         if spec.paired:
             pairs = (x.reshape(-1, H // 2, x.size(-1)) for x in (q, k, v))  # (2T, H/2, K or L)
             y = ops.attention(*pairs, mask).reshape(v.shape)
@@ -2003,9 +2005,9 @@ def adamw(weight, grad, state, hyper: Hyper, options: UpdateOptions):
 
 def row_adam(weight, grad, state, hyper: Hyper, options: UpdateOptions):
     """Adam for the rows of a table (R, D), without a first moment. Each row has one second moment. A row
-    whose gradient is zero or not finite does not change. At its next gradient its second moment also decays
-    for the updates that it missed: by exp(last_update - decay_time), which is beta2 to their number, because
-    state last_update is the decay_time of the row's last update. Source: record 92."""
+    whose gradient is zero or not finite does not change. At its next gradient the second moment decays for
+    all updates since its last one, this one included: by beta2 to their number. This is exp(last_update -
+    decay_time), because the state last_update holds the decay_time of that update. Source: record 92."""
     grad = grad.to(at_least_fp32(grad)) * hyper.grad_scale
     mean_square = grad.square().mean(-1, keepdim=True)
     has_grad = (mean_square > 0) & mean_square.isfinite()
@@ -2049,7 +2051,8 @@ POLYNOMIALS = {
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)), margin=1.02, addend=1e-6),
-    # Record 92. A singular value above 0.9525 diverges, and the margin of 1.05 makes that of rank one 0.9524
+    # Record 92. A singular value above 0.9525 diverges. With the margin of 1.05 the singular value of a
+    # matrix of rank one is 1 / 1.05 = 0.9524
     "six_maps": Polynomial((
         (3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
         (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
@@ -2210,7 +2213,8 @@ class Bucket:
         return self.shard.to(at_least_fp32(self.shard), copy=True)
 
     def count_down(self, _param):
-        """The last gradient starts the reduce-scatter. A bucket that is not due counts from 0 down."""
+        """The last gradient starts the reduce-scatter. A bucket that is not due starts with 0, becomes
+        negative and starts none."""
         self.num_pending -= 1
         if self.num_pending == 0:
             self.start_reduce()
@@ -2288,7 +2292,7 @@ class Average(typing.NamedTuple):
     kinds: tuple[str, ...]  # of the parameters
     start: float  # fraction of the run before the first averaged step
     every: int  # steps from one averaged step to the next
-    rate: float  # weight of a new value, times AVERAGES_STEPS / num_iterations
+    rate: float  # weight of a new value in a run of AVERAGES_STEPS, see update_averages()
     weight: float  # 1: the average replaces the parameter
     num_last: int = 1  # final steps that are always averaged
 
@@ -2367,7 +2371,7 @@ class Optimizer:
 
     def start_step(self, num_micro_batches: int):
         """Let the hooks of due buckets count down from the number of their gradients in this step."""
-        for bucket in self.buckets:  # a parameter without a gradient leaves a rest of an earlier step
+        for bucket in self.buckets:  # it is above 0 if a parameter got no gradient in an earlier step
             bucket.num_pending = 0
         for bucket in self.list_due():
             bucket.num_pending = num_micro_batches * len(bucket.params)
@@ -2427,15 +2431,16 @@ class Optimizer:
         num_updates = group.count_updates(self.step_count, self.late_step)
         num_early = group.count_updates(min(self.step_count, self.late_step), self.late_step)
         ratio = group.period(self.step_count - 1, self.late_step) / group.every  # 1, later e.g. 2
-        # A late update covers `ratio` early ones: betas to this power. The bias correction is then inexact,
-        # but about 1. exp(-decay_time), the product of beta2 over all updates so far, is exact
+        # A late update covers `ratio` early periods, so it has the betas to this power. Example: 100 updates
+        # with period 2, then 10 with period 4 are num_updates 110 and num_periods 120. Bias corrections use
+        # the first number, because they are about 1 by then. decay_time uses the second one, and is exact
         beta1, beta2 = (beta**ratio for beta in group.betas)
-        num_early_lengths = num_early + (num_updates - num_early) * ratio
+        num_periods = num_early + (num_updates - num_early) * ratio
         return Hyper(
             lr=state.lr[name], weight_decay=state.weight_decay[name] * ratio, momentum=state.momentum,
             grad_scale=GRAD_TOKENS / self.cfg.tokens_per_step,  # as published, not the stage's tokens
             bias_correction1=1 - beta1**num_updates, bias_correction2=1 - beta2**num_updates,
-            beta1=beta1, beta2=beta2, decay_time=-math.log(max(group.betas[1], 1e-30)) * num_early_lengths,
+            beta1=beta1, beta2=beta2, decay_time=-math.log(max(group.betas[1], 1e-30)) * num_periods,
             has_slow_momentum=state.has_slow_momentum)
 
     def finish(self):
@@ -2614,7 +2619,7 @@ class Table(Bucket):
 
     def add(self, plan, leaf):
         """Sum the gradients of equal rows, and send them to the owners of the rows."""
-        self.collect()  # of earlier micro-batches, so that memory is bounded
+        self.collect()  # of earlier micro-batches: the pieces of a dense table are then free
         grad = self.sum_rows(leaf.grad, plan.inverse, plan.order, sum(plan.num_received))
         leaf.grad = None
         self.arriving.append((plan, *self.comm.all_to_all(grad, plan.num_received, plan.num_sent)))
@@ -2635,8 +2640,11 @@ class Table(Bucket):
             self.pieces = []
 
     def wait_for_gradient(self):
-        """Sum the gradients of equal rows. The sum stands at the first of them, and the others become the
-        row of padding, so that no size depends on data."""
+        """Sum the gradients of equal rows. No size depends on the data: the sum stands where the first of
+        the equal rows is, in sorted order, and the others become the row of padding. Example:
+
+            rows of two pieces 3 7, 2 7     sorted 2 3 7 7, result 2 3 7 padding
+        """
         self.collect()
         if not self.is_sparse:
             return
@@ -2811,7 +2819,7 @@ class Trainer:
         return new
 
     def warm_up(self, train_data, val_data):
-        """Run every shape and window at least once, and compare compiled code with the code that it was made
+        """Run warmup_iterations of every stage, and compare compiled code with the code that it was made
         from. Then restore parameters and optimizer state exactly. Returns lines for the log."""
         if not self.cfg.warmup_iterations and not self.use_compile:
             return []
@@ -2893,9 +2901,9 @@ def train(cfg: Config, rt: Runtime, argv: list[str]):
         optimizer.check_ranks()  # they also wait for each other
         rt.comm.set_timeout(STEP_TIMEOUT)
 
-        # On the clock, as published: prefix tokens, batches, steps, averages, the start of checkpoints
+        # On the clock, as published: prefix tokens, batches, steps, averages, copies for checkpoints
         train_clock = TrainClock(rt.device, progress.train_time, clock(rt.device))
-        save_is_due = False  # until the next step after which a checkpoint is possible
+        save_is_due = False  # True from a step with a checkpoint until it can be saved
         if vocabulary:
             trainer.model.head.prefix_tokens.copy_(find_prefix_tokens(vocabulary, cfg.padded_vocab_size))
         batches = prefetch(
@@ -3051,7 +3059,7 @@ def choose_fast_forms(cfg: Config, rt: Runtime):
             names = [name for name in names if name not in off]
             lines.append(f"{function} was edited: without fast forms {', '.join(off)}")
 
-    # Forms with other results are off: first exactly, in float32, then in this run's dtype and with FP8
+    # Forms with other results are off: first in float32 up to 1 %, then in this run's dtype and with FP8
     fp8_names = [name for name in names if name in FP8_FORMS]
     names = check.keep_equal([name for name in names if name not in FP8_FORMS], torch.float32, 0.01)
     if fp8_names or rt.dtype != torch.float32:
@@ -3105,6 +3113,7 @@ class FormCheck:
             stages=(stage,), extension_steps=0, embed_dtype="float32", matrix_dtype="float32")
         torch.manual_seed(0)
         self.model = GPT(cfg).to(device)
+        self.model.is_tied = False  # the gradient of a tied embedding would hide faults in that of the head
         add_noise(self.model.parameters())
         scales = DelayedScales(self.model, Comm())
         if scales.leaves:
@@ -3234,7 +3243,7 @@ def check_compiler(trainer: Trainer, train_data, val_data):
 
 
 def find_difference(trainer: Trainer, compiled: dict, plain: dict):
-    """The first result of run_batches() that rounding does not explain, or ""."""
+    """A line about the first result that rounding does not explain, or ""."""
     largest = max((measure_norm(x) for (kind, _), x in plain.items() if kind == "gradient"), default=0.0)
     for (kind, name), expected in plain.items():
         limit = COMPILER_LIMITS[kind][trainer.ops.dtype != torch.float32]
@@ -3292,7 +3301,8 @@ class StepGraphs:
     """CUDA graphs of a function, forward and backward, one pair for each signature: shapes and dtypes of the
     tensors among the arguments, and values of the others. Tensors are copied into the graph. The addresses
     of all other tensors that the function uses are constants: parameters, state and scales never move. The
-    graphs share memory, because only one of them is between its forward and its backward."""
+    graphs of one object share memory, because only one of its signatures is between its forward and its
+    backward."""
 
     def __init__(self, function: Callable, params: Iterable[Tensor] = ()):
         """params: leaves that may get a gradient. (): there is no backward."""
@@ -3320,11 +3330,11 @@ class StepGraphs:
             Tensor, lambda x: x.detach().clone().requires_grad_() if x.requires_grad else x, args)
         outputs = [x for x in tree_leaves(self.function(*args)) if x.requires_grad]
         grads = []
-        if outputs:
+        if outputs:  # any gradients of the outputs will do: which parameters get one is the question
             grads = torch.autograd.grad(outputs, self.params, outputs, allow_unused=True)
         params = [param for param, grad in zip(self.params, grads) if grad is not None]
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.make_graphed_callables(  # the function reads args, which are the graph's inputs
+        graph = torch.cuda.make_graphed_callables(  # it passes these same tensors, so args have them already
             lambda *_: self.function(*args), (*filter(torch.is_tensor, tree_leaves(args)), *params),
             allow_unused_input=True, pool=self.pool)
         return graph, params
@@ -3381,12 +3391,14 @@ FLEX_HOPPER = {
 
 def build_block_mask(doc_ids, window):
     """make_mask() for FlexAttention, from the range of documents in each block. window is a tensor, so one
-    compiled graph serves all windows. The visible key blocks of a query block are contiguous, and end with
-    it. So are those without masked pairs. Therefore the lists need no sort. Sources: records 12 and 16.
+    compiled graph serves all windows. The visible key blocks of a query block are contiguous, and the last
+    one is the block itself. Blocks without masked pairs ("full") are contiguous, too, and end one block
+    earlier. Therefore the lists need no sort. Sources: records 12 and 16.
 
-        key blocks       0 1 2 3 4 5     A list holds block numbers, and has a count. The rest is ignored
-        query block 4    . p f f p .     full: 2 3, partial: 1 4. Both end before or with block 4
-        query blocks that see key block 1: full: 2 3, partial: 1 4
+        key blocks       0 1 2 3 4 5     num_visible 4, num_full 2, earlier 1 2 3 ..., full_start 2
+        query block 4    . p f f p .     full_start + column: 2 3 ..., partial_keys: 1 4 4 ...
+
+    Only the first num_full and num_visible - num_full entries of a list count.
     """
     first = doc_ids.view(-1, BLOCK)[:, 0]  # (T/128,) document at the start of each block
     last = doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,)
@@ -3452,7 +3464,7 @@ def build_dense_mask(doc_ids, window, dtype):
     num_before = -(int(first.min()) // size) * size  # number of keys before the block
     earlier = hide_earlier_keys(num_before + size, dtype, doc_ids.device)
     mask = F.embedding(first + num_before, earlier)  # faster than comparisons
-    mask[:, :, num_before:] += earlier[:size, :size].T
+    mask[:, :, num_before:] += earlier[:size, :size].T  # hides later keys of the query's own block
     return mask
 
 
@@ -3510,7 +3522,7 @@ def join_blocks(x, num_heads: int):
 # Matmuls of 8-bit values with one scale per tensor: value = scale * FP8 value. e4m3 holds weights and
 # activations up to 448, e5m2 holds gradients up to 57344. A scale is constant, or amax / limit. The amax is
 # of this tensor (current scaling) or of the previous step (delayed scaling). Validation has no FP8. The loss
-# is a sum over tokens. Records divide it by 8 ranks, so their scales of gradients are 8 times smaller.
+# is a sum over tokens. Records divide it by 8 ranks, so their scales of gradients are those here / 8.
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 QKV_LIMIT = 8.0  # inputs and gradients of queries, keys and values saturate beyond it (record 90)
@@ -3534,7 +3546,8 @@ class HeadScales(typing.NamedTuple):
 
 def head_fp8_scales(cfg: Config):
     """Constant scales. Normalized rows have no entry above sqrt(D). Weights above fp8_head_amax saturate.
-    With one target of loss weight 1, |d loss / d logit| is at most 1. e5m2 holds 57344 / 448 = 128."""
+    With one target of loss weight 1, |d loss / d logit| is at most 1. Gradients saturate above 57344 / 448 =
+    128."""
     return HeadScales(x=math.sqrt(cfg.model_dim) / 448, weight=cfg.fp8_head_amax / 448, grad=1 / 448,
                       logits_dtype=E4M3 if "logits" in cfg.fp8_parts else None)
 
@@ -4104,7 +4117,7 @@ class Runtime:
         """torch.compile fn if this run compiles. All shapes are static."""
         if not self.use_compile:
             return fn
-        torch._dynamo.config.recompile_limit = 64  # per code object: one for segments, one for update rules
+        torch._dynamo.config.recompile_limit = 64  # of one code object, which all segments share
         return torch.compile(fn, dynamic=False)
 
 
@@ -4247,7 +4260,7 @@ def print_once(line: str):
 
 
 class Stop(AbstractContextManager):
-    """A request to stop, which all ranks follow after the same step, with several ranks one step later."""
+    """A request to stop. All ranks follow it after the same step. If ranks > 1, this is one step later."""
 
     def __init__(self, rt: Runtime):
         self.rt, self.work, self.flag = rt, None, torch.zeros(1, dtype=torch.int64)
@@ -4342,7 +4355,7 @@ class Comm:
 
     rank: int = 0
     world_size: int = 1
-    gloo_group: dist.ProcessGroup | None = None  # on the CPU, for waits outside of training steps
+    gloo_group: dist.ProcessGroup | None = None  # on the CPU, for stop requests and objects
     all_gather_group: dist.ProcessGroup | None = None
 
     def reduce_scatter(self, full):
@@ -4378,7 +4391,7 @@ class Comm:
 
     def broadcast(self, tensor):
         if self.world_size > 1:
-            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # NCCL lacks int16
+            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # bytes, for any dtype
 
     def broadcast_object(self, value):
         """Return rank 0's plain Python object on every rank."""
@@ -4399,8 +4412,9 @@ class Comm:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     def close(self):
-        """Leave the process groups at the end of a run. Only a group that nothing holds joins its threads. A
-        gloo thread that outlives Python's shutdown aborts the process, when it frees a tensor."""
+        """Leave the process groups at the end of a run. References to them are dropped first, because a
+        group ends its threads when nothing holds it. A gloo thread that outlives Python's shutdown would
+        abort the process."""
         self.gloo_group = None
         self.all_gather_group = None
         if self.world_size > 1:
@@ -4522,8 +4536,9 @@ def fingerprint(shards: Iterable[Shard]):
 # ==== COMMAND LINE =========================================================================================
 # From a command line to a Config: preset, options, --without. To add a check, add it to find_problems().
 
-# Parts of a recipe that --without leaves out, besides options with an `off` value: the options that it sets.
-# Fields of `layers` and `stages` are set in all rows
+# Parts of a recipe that --without leaves out, and the options that leave each one out. More parts are
+# options with an `off` value, and fields of LayerSpec, see list_parts(). Fields of `layers` and `stages` are
+# set in all rows
 PARTS = {
     "muon": dict(matrix_rule="adamw", matrix_lr=0.0018, matrix_betas=(0.9, 0.95), matrix_weight_decay=0.1,
                  mlp_lr_mul=(1.0, 1.0)),  # AdamW of record 2
@@ -4848,7 +4863,8 @@ def derived_numbers(cfg: Config, world_size: int):
 
 
 def count_flops(cfg: Config, model: GPT, schedule: Schedule):
-    """FLOPs of forward and backward per training token: 6 per matmul weight, and 6 per channel and key."""
+    """FLOPs of forward and backward per training token: 6 per weight of a block's matrices and of the head,
+    and 6 per channel and key. Gates are left out."""
     weights = sum(param.numel() for param in model.parameters() if param.spec.kind)
     flops = 0
     for stage, start, end in schedule.stage_ranges():
@@ -4875,7 +4891,8 @@ def config_from_dict(values: dict):
 # The identity of a run, and its files: script, and, named by the unique run_id, log, result (json) and
 # events. Only rank 0 writes. records/README.md describes the formats.
 
-NOT_IN_KEY = ("out", "resume", "checkpoint_every", "telemetry_every", "tracker")  # no weight, loss or time
+# They change no weight, loss or time
+NOT_IN_KEY = ("out", "resume", "checkpoint_every", "telemetry_every", "tracker")
 
 
 def make_key(run: dict, *ignored: str):
@@ -5247,7 +5264,7 @@ def lock_run(folder: Path):
 
 
 def remove_step(folder):
-    """Remove a checkpoint. If this is interrupted, the rest is no checkpoint, and start() removes it."""
+    """Remove a checkpoint. The rest after an interruption is no checkpoint, and wait() removes it later."""
     with suppress(OSError):
         (folder / "state.json").unlink()
     shutil.rmtree(folder, ignore_errors=True)
@@ -5259,9 +5276,9 @@ def find_key_folder(cfg: Config, run: dict):
 
 def find_start(cfg: Config, run: dict, rt: Runtime):
     """Returns (checkpoint to continue from, its metadata, log line). It is the furthest whole step of all
-    runs with this key, else --resume=PATH, or None. In the first case its run goes on: run["run_id"] becomes
-    that of the checkpoint. A model.pt has no metadata here, because its run is over. All ranks must call
-    it."""
+    runs with this key, else --resume=PATH, or None. If it has this key, its run goes on: run["run_id"]
+    becomes that of the checkpoint. A model.pt has no metadata here, because its run is over. All ranks must
+    call it."""
     if not cfg.resume:
         return None, {}, ""
     folder = find_key_folder(cfg, run)
@@ -5308,7 +5325,8 @@ def keep_choices(cfg: Config, run: dict, saved: dict):
 
 
 def collect_rows(trainer: Trainer):
-    """This rank's rows as {NAME/KEY/FIRST_ROW: tensor}. Training draws no random numbers."""
+    """This rank's rows as {NAME/KEY/FIRST_ROW: tensor}. Training draws no random numbers, so there is no
+    state of a generator."""
     trainer.optimizer.finish()
     rows = {f"{name}/{key}/{first}": tensor[part] for bucket in trainer.optimizer.buckets
             for name, first, part in bucket.local_parts() for key, tensor in bucket.tensors().items()}
@@ -5383,7 +5401,7 @@ class Checkpoints(AbstractContextManager):
         self.newest = loaded  # the last checkpoint that was loaded or saved
         self.newest_step = log.progress.step if loaded else -1
         self.way_on = f"--resume={cfg.resume or 'auto'}"
-        self.is_extra = False  # whether it is removed once the result is written
+        self.is_extra = False  # whether `newest` is removed once the result is written
         self.log, self.rt, self.bos, self.lock = log, rt, bos, None
         self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
         self.problem = ""  # of the last write
@@ -5483,7 +5501,7 @@ class Checkpoints(AbstractContextManager):
             if must_save:
                 raise
             self.log.print(str(error))
-        if not must_save and not self.is_extra:  # the run goes on
+        if not must_save and not self.is_extra:  # the run goes on as if nothing had been tried
             self.problem = ""
             self.newest_step = -1
 
@@ -5581,7 +5599,8 @@ class UpdateNorms:
         self.sums = torch.zeros(len(self.groups), 4, device=optimizer.buckets[0].shard.device)
 
     def update(self, bucket, calls: Calls):
-        """Update a bucket and add its sums: gradient of a step's summed loss, weight, update, momentum."""
+        """Update a bucket and add its sums: gradient, weight, update, momentum. A gradient is a sum over the
+        steps of a period, and divided by their number."""
         is_full = self.is_full and not bucket.rule.row_state
         if is_full:
             before = bucket.read_shard()
@@ -5750,8 +5769,8 @@ def main(argv: list[str]):
     except Exception:
         status = 1
         traceback.print_exc()
-    # All ranks end by a signal, so rank 0 alone says so. An error may be of one rank. If rank 0 has it, too,
-    # it prints the line, and torchrun ends the others within these seconds
+    # A signal ends all ranks, and rank 0 prints it. Errors are printed by all ranks, the others after three
+    # seconds: if rank 0 has the error, too, torchrun has ended them by then
     if line and (rank == 0 or status < 128):
         if rank != 0:
             time.sleep(3)

@@ -154,11 +154,12 @@ def test_the_check_finds_a_fault(form, config, old, new, load_copy):
     assert " differs from its plain form by " in error
 
 
-# the gradient of the MLP without factor, scale or order. A head with twice a gradient
+# the gradient of the MLP without factor, scale or order. A head that saturates, or with twice a gradient
 FP8_FAULTS = [
     ("fp8_mlp", "y * 2 * (hidden.values.float() * hidden.scale)", "y * (hidden.values.float() * hidden.scale)"),
     ("fp8_mlp", "y * 2 * (hidden.values.float() * hidden.scale)", "y * 2 * hidden.values.float()"),
     ("fp8_mlp", "Scaled(hidden_t, hidden_scale)", "Scaled(hidden_t.roll(1, 0), hidden_scale)"),
+    ("fp8_head", "HeadScales(x=math.sqrt(cfg.model_dim) / 448", "HeadScales(x=0.3 / 448"),
     ("fp8_head", "torch.full((), scales.grad, device", "torch.full((), 2 * scales.grad, device")]  # fmt: skip
 
 
