@@ -456,6 +456,7 @@ def summarize(observer: Observer, facts: dict) -> dict:
                                        for graph in observer.graphs) // facts["micros"],
                 waits=observer.waits,
                 eager_per_micro=sum(count for count, _ in eager.values()) // facts["micros"],
+                additions_per_micro=eager["add_.Tensor"][0] // facts["micros"],
                 eager_gb_per_micro=sum(size for _, size in eager.values()) / facts["micros"] / 1e9,
                 peak_gb=peaks, compile_seconds=round(sum(graph["seconds"] for graph in observer.graphs)))
 

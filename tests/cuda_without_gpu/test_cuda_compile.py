@@ -54,8 +54,12 @@ def test_every_kind_of_layer_compiles_for_hopper(options):
     assert set(own) == {f"{name}_kernel" for name in "cross_entropy relu2_matmul transpose qkv row_sums".split()}
     assert own["relu2_matmul_kernel"]["wgmma"] > 0  # Hopper's matrix units
     assert all(kernel["wide_loads"] > 0 for kernel in own.values())  # loads of 16 bytes
-    # per micro-batch: the lookups of embedding and table, four small operations for each sum of rows, and additions
-    assert figures["eager_per_micro"] <= 30 and figures["eager_gb_per_micro"] < 0.8
+    # per micro-batch: additions of the loss and of gradients, one for each parameter. Eleven of 24 parameters are learned
+    # scalars. When they were one tensor per group there were 14 additions, but the compiled graphs had 110 launches.
+    # The others are lookups of embedding and table, and four small operations for each sum of rows
+    assert figures["additions_per_micro"] <= 24
+    assert figures["eager_per_micro"] - figures["additions_per_micro"] <= 12 and figures["eager_gb_per_micro"] < 0.8
+    assert figures["launches_per_micro"] <= 102
 
 
 @pytest.mark.slow
