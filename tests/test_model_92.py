@@ -386,14 +386,14 @@ UNTIED_LATE = ("--preset=smoke_92", "--micro_batch_tokens=512", "--untie_frac=0.
 
 
 @pytest.mark.slow
-def test_ranks_and_resumed_runs_agree_to_the_last_bit(shards, tmp_path):
-    """Two ranks, a checkpoint of a tied head, one of an untied head: all end with the loss of one rank."""
+def test_ranks_and_resumed_runs_agree(shards, tmp_path):
+    """Two ranks add gradients of several steps in another order. Checkpoints of a tied and of an untied head."""
     folders = [tmp_path / name for name in ("one", "two", "8", "12", "from_8", "from_12")]
     for folder in folders:
         folder.mkdir()
     whole_run = smoke_run(shards, folders[0], *UNTIED_LATE)
     two = smoke_run(shards, folders[1], *UNTIED_LATE, "--checkpoint_every=2", nproc=2)
-    assert two["final_val_loss"] == whole_run["final_val_loss"]
+    assert two["final_val_loss"] == pytest.approx(whole_run["final_val_loss"], rel=2e-6)
     saved = folders[1].glob("checkpoints/*/*/step_*")
     assert sorted(path.name for path in saved) == ["step_000012", "step_000014"]
     last = gpt.make_config({"preset": "smoke_92"})
