@@ -84,7 +84,8 @@ except ImportError:  # CPU builds of PyTorch
 # Every option has one entry: name, default, meaning, range. The defaults are preset record_32. Every other
 # preset lists only its changes to a parent preset. Layers, stages and parameter groups are rows of data, so
 # the code has no special case for a middle layer. To add an option, add it here. The command line, its
-# help, its checks and --without follow from it. Groups have options like --matrix_rule.
+# help, its checks and --without follow from it. Each parameter group has an option such as --embed_lr. The
+# matrices also have --matrix_rule, --matrix_betas and --matrix_weight_decay.
 
 AUTO = ("auto", "on", "off")
 
@@ -109,14 +110,15 @@ class LayerSpec:
     value_embed: int | None = None  # index of the value-embedding table that is added to the values
     skip_from: int | None = None  # earlier layer whose output is added to the input (U-Net skip)
     attention_from: int | None = None  # earlier layer whose output attention reads. None: this layer's input
-    paired: bool = False  # two heads see each other's keys, as 2T positions. This halves windows in tokens
-    key_offset: bool = False  # half of each key's channels come from the previous token
+    paired: bool = False  # a token has two positions, one for each head of a pair, so these see each other's
+    #   keys, and windows have half as many tokens. See Attention.forward(), step 3
+    key_offset: bool = False  # the channels of a key that do not rotate come from the previous token
     xsa: bool = False  # exclusive self attention: subtract a part along the token's value
     head_gate: bool = False  # scale of each head's output, from 0.25: learned, or per token with gates_from
-    gates_from: int | None = None  # layer whose input feeds scalars of this layer, per token:
-    #   - the scales of head_gate and xsa. None: they are learned, in group mix
-    #   - a factor of skip_from. None: no factor
-    #   - with x0_mix=after_attention and without mudd_in, the weights of x0 and n-grams
+    gates_from: int | None = None  # a layer from whose input these scalars are computed, per token:
+    #   - the scales of head_gate and xsa, which are otherwise learned, in group mix
+    #   - a factor of the U-Net skip, which otherwise has none
+    #   - the weights of x0 and n-grams, if x0_mix=after_attention and mudd_in is empty. Otherwise learned
     mudd_in: tuple[str, ...] = ()  # activations added to input and values with per-token weights
     mudd_out: tuple[str, ...] = ()  # as mudd_in, added to the output. Also attn_in, mlp_in: normed inputs
 
@@ -179,7 +181,8 @@ class Group:
 
 
 RECORD_32_GROUPS = dict(
-    # Matrices of blocks. lr: spectral norm of an update. muon has no betas, other rules read them
+    # Matrices of blocks. lr: about the spectral norm of an update, see matrix_step(). Betas are of normuon,
+    # normuonh and anvil, which read the second one, and of adamw
     matrix=Group(rule="muon", lr=0.05, betas=(0.9, 0.95)),
     embed=Group(lr=0.6),
     value_embed=Group(lr=0.6),
@@ -188,7 +191,7 @@ RECORD_32_GROUPS = dict(
     # Record 32 has no parameters in the groups below
     ngram=Group(lr=0.6),  # n-gram embedding
     residual=Group(lr=0.04, betas=(0.9, 0.95)),  # residual_init's scales of the residual stream
-    mix=Group(lr=0.008, betas=(0.9, 0.95)),  # scales of outputs, and those that gates_from would feed
+    mix=Group(lr=0.008, betas=(0.9, 0.95)),  # scales of outputs, and learned scalars in place of gates_from
     gate=Group(lr=0.008, betas=(0.9, 0.99)),  # token gates, smear, and gates of value embeddings
     gain=Group(lr=0.1),  # gains of norms and outputs
 )
@@ -206,7 +209,7 @@ class Config:
     dtype: str = option("auto", "dtype of activations. auto: bfloat16 if the device has bfloat16 matmuls",
                         choices=("auto", "bfloat16", "float32"))
     fast: tuple[str, ...] = option(("auto",), "fast forms of operations: auto, off, or names a,b")
-    compile: str = option("auto", "torch.compile. auto: on CUDA with Triton", choices=AUTO)
+    compile: str = option("auto", "torch.compile. auto: on GPUs of capability 7.0", choices=AUTO)
     fp8: str = option("auto", "FP8 matmuls of fp8_parts. auto: if the GPU has them", choices=AUTO, off="off")
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
     epochs: int = option(1, "largest number of passes over the training files", 1)
@@ -219,7 +222,7 @@ class Config:
     extension_steps: int = option(0, "final steps, included in num_iterations, that run the last stage", 0)
     tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", 128)
     seq_len: int = option(49_152, "tokens per packed sequence, independent of the number of ranks", 128)
-    micro_batch_tokens: int = option(49_152, "token limit per forward-backward. Sets the peak memory", 128)
+    micro_batch_tokens: int = option(49_152, "token limit per forward-backward, for memory in training", 128)
     sequence_start: str = option("document", "start of packed sequences: a document, or the previous end",
                                  choices=("document", "anywhere"), off="anywhere")
     max_doc_len: int = option(2048, "tokens of a document, with sequence_start=document", 2)
@@ -227,15 +230,18 @@ class Config:
     stages: tuple[Stage, ...] = option((
         Stage(duration=1, window_long=384, window_short=128),
         Stage(duration=1, window_long=896, window_short=384),
-        Stage(duration=1, window_long=1408, window_short=640)), "as --layers")
+        Stage(duration=1, window_long=1408, window_short=640)), "rows as JSON, or a .json file. An object: "
+                                                                "fields of all stages")
     vocab_file: str = option("data/gpt2_vocab.json", "token ids as JSON, for prefix_weight")
-    warmup_iterations: int = option(3, "untimed warmup steps per stage, times a group's longest period", 0)
+    warmup_iterations: int = option(3, "untimed warmup updates in each stage, of the group with the most "
+                                    "steps between updates", 0)
     out: str = option(".", "folder of logs/, records/ and checkpoints/")
-    checkpoint_every: int = option(0, "steps between checkpoints. 0: none remains of a run that ends", 0)
-    resume: str = option("", "checkpoint to continue from. auto: the newest of this run, if any. "
-                             "A model.pt: begin at step 0 with its weights")
+    checkpoint_every: int = option(0, "steps between checkpoints. 0: the last step has one until the result "
+                                   "is written", 0)
+    resume: str = option("", "checkpoint to continue from. auto: the furthest with the same script, options "
+                             "and data, if any. A model.pt: begin at step 0 with its weights")
     telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
-    guard: bool = option(False, "if training diverges, roll back and lower the precision. It keeps copies "
+    guard: bool = option(False, "if training diverges, roll back and raise the precision. It keeps copies "
                          "of model and optimizer state, so an n-gram table above 2 GB is refused")
 
     # Shape of the network
@@ -300,7 +306,7 @@ class Config:
     momentum_cooldown_steps: int = option(0, "final steps of the momentum cooldown", 0, off=0)
     slow_momentum_start: float = option(1.0, "fraction of the schedule before anvil's slow momentum acts",
                                         0.0, 1.0, off=1.0)
-    adam_eps: float = option(1e-8, "Adam epsilon, for gradients times 49,152 / tokens_per_step", 1e-30)
+    adam_eps: float = option(1e-8, "Adam epsilon, for gradients of a sum over 49,152 tokens", 1e-30)
     state_dtype: str = option("storage", "dtype of optimizer state: the parameter's (storage), or float32 "
                               "with low bits of bfloat16 matrices", choices=("storage", "float32"))
     late_start: float = option(1.0, "fraction of the schedule before late_every acts", 0.0, 1.0, off=1.0)
@@ -358,13 +364,15 @@ def round_up(number: int, unit: int):
     return -(-number // unit) * unit
 
 
-GRAD_TOKENS = 49_152  # tokens. adam_eps applies to gradients times this number / --tokens_per_step
+# The loss is a sum over tokens. Update rules see gradients that are rescaled from tokens_per_step to this
+# number of tokens, as on a rank of record 32. So adam_eps keeps its meaning if tokens_per_step changes
+GRAD_TOKENS = 49_152
 
 
 def build_layers(num_layers: int, pattern: str):
     """The layers of record 32, and alike at other depths. Layer 0 has no MLP. Four evenly spaced layers have
-    long windows, except the third, which has no attention. The upper half adds outputs of the lower half in
-    reverse order. The last layers reuse value embeddings of the first."""
+    long windows, but the third of them has no attention, if there are at least four layers. The upper half
+    adds outputs of the lower half in reverse order. The last layers reuse value embeddings of the first."""
     if pattern == "laptop":
         return build_laptop_layers(num_layers)
     last = num_layers - 1
@@ -421,8 +429,9 @@ RECORD_92_LAYERS = (  # record 92, 2026-08-30
               mudd_out=("x_in", "h7", "h9", "ve0", "h3", "ve1", "ve3", "ve2", "mlp_in", "attn_in")),
 )
 
-# The first five durations add up to scheduled_steps + 1 = 1175, so they are numbers of steps, see Schedule.
-# The last stage is the extension. It begins with step 1174, which cuts the fifth stage by one step
+# The first five durations are numbers of steps, because they add up to scheduled_steps + 1 = 1175, by which
+# Schedule multiplies the shares of the durations. The last stage is the extension. It begins with step 1174,
+# which cuts the fifth stage by one step
 RECORD_92_STAGES = (
     Stage(duration=320, window_long=384, window_short=128, tokens_per_step=131_072, max_doc_len=896,
           seq_len=16_384, loss_weights=((1, 1), (0.5, 0.5), (0.25, 0)), prefix_weight=(0.25,),
@@ -464,7 +473,8 @@ PRESETS: dict[str, tuple[str | None, str, dict]] = {
         value_gate_dim=12, qk_group_heads=2, yarn_max_window=1664,
         attention_scale=(0.085, 0.13), short_qk_dim=64, x0_mix="after_attention", residual_init=1.1**0.5,
         smear=True, ngram_rows=84_602_880, ngram_order=3, mudd_groups=12, zero_init="mlp",
-        # untie_frac is step 1174, because 1 would mean never. The head's next update, in step 1175, unties
+        # untie_frac means step ceil(1173.5) = 1174. 1 would mean never. The head's next update unties, in
+        # step 1175
         tie_head=True, untie_frac=1173.5 / 1174, embed_std=(0.005, 0.01), softcap=(23.0, 5.0, 7.5),
         fp8_parts=("head", "logits", "mlp", "qkv"), fp8_head_amax=2.0, matrix_dtype="bfloat16",
         groups=RECORD_92_GROUPS, late_start=336 / 1174, state_dtype="float32", adam_eps=1e-10,
@@ -549,8 +559,8 @@ class Schedule:
         # As published, a stage ends at the first step where step / (scheduled_steps + 1) reaches the summed
         # share of the durations. Ends of three equal stages in a run of 9 steps:
         #   without an extension        4, 7, 10. The methods below cut the last stage at step 9
-        #   with extension_steps=2      4, 7, 9. The first two stages share 8 steps, and the last of these is
-        #                               cut. The third stage is the extension
+        #   with extension_steps=2      4, 7, 9. Two equal stages of 7 + 1 steps end at 4 and 8, and 8 is cut
+        #                               to 7. The third stage is the extension
         durations = np.array([stage.duration for stage in self.stages])
         if cfg.extension_steps:
             durations = durations[:-1]
@@ -682,7 +692,7 @@ class Batch(typing.NamedTuple):
 
 
 SWEEP_STEP = 20_011  # prime
-PREFETCHED = 4  # batches that are ready in advance, on a GPU
+PREFETCHED = 4  # batches that a thread prepares in advance for a GPU
 
 
 class PackedSequence(typing.NamedTuple):
@@ -833,9 +843,9 @@ class Sweeps:
         self.positions: dict[int, tuple[int, int]] = {}  # by slot: its next step, and the sweep's offset
 
     def choose_classes(self, step: int, slot: int):
-        """Classes (C,) of the sequence of a step in a slot, sorted. Steps of a slot must ascend. A slot
-        that a rank has not read before repeats all steps since first_step, because offsets depend on the
-        targets."""
+        """Classes (C,) of the sequence of a step in a slot, sorted. Steps of a slot must ascend. If a rank
+        reads a slot for the first time, e.g. in a resumed run, the choices of all steps since first_step
+        are made again, because offsets depend on the targets."""
         data, schedule = self.data, self.data.schedule
         vocab_size = data.cfg.padded_vocab_size
         num_slots = max(stage.tokens_per_step // stage.seq_len for stage in schedule.stages)
@@ -853,7 +863,8 @@ class Sweeps:
 def choose_classes(targets: np.ndarray, num_classes: int, vocab_size: int, offset: int):
     """Classes of one sequence, sorted: its targets, and negatives from a sweep that starts at offset. It
     draws 1.7 times the missing number plus 256, as published, because some of them are targets. If it still
-    draws too few, the negatives are evenly spaced. Returns (classes (C,), new offset)."""
+    draws too few, every k-th class that is no target is taken, where k is the number of these classes // the
+    missing number. Returns (classes (C,), new offset)."""
     is_chosen = np.zeros(vocab_size, dtype=bool)
     is_chosen[targets] = True
     num_missing = num_classes - np.count_nonzero(is_chosen)
@@ -1050,7 +1061,7 @@ class Heads(typing.NamedTuple):
 
 def make_qkv(x, weight, rope: Rope, heads: Heads, step_inputs: StepInputs, ops: Operations):
     """x (T, D), weight (2HK + HL, D) -> queries and keys (T, H, K) with QK-norm and RoPE, values (T, HL).
-    Key offset (2025-12-14): the unrotated half of a key comes from the previous token."""
+    Key offset (2025-12-14): the channels of a key that do not rotate come from the previous token."""
     H = heads.num_heads
     K = heads.qk_dim
     P = heads.num_positions
@@ -1094,7 +1105,8 @@ def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
     of a part. tokens: int32, an array or a tensor."""
     size = num_rows // (order - 1)
     pair_tokens = 1 * tokens  # a copy of an array or a tensor
-    pair_tokens[is_sequence_start] = size - 1  # as published, only pairs see this first token
+    # As published, pairs see size - 1 in place of a sequence's first token. Longer n-grams see the token
+    pair_tokens[is_sequence_start] = size - 1
     rows = [hash_tokens(pair_tokens, is_sequence_start, size - 1, size - 1, (36313, 27191))]
     for length in range(3, order + 1):
         part = length - 2
@@ -1105,7 +1117,7 @@ def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
 
 def hash_signs(tokens, is_sequence_start, order: int):
     """Rows of the table of signs, order - 1 times (T,): by the last two tokens for pairs, by the last three
-    for all longer n-grams. N-grams that begin before their sequence get row 0."""
+    for all longer n-grams. If these two or three begin before their sequence, it is row 0."""
     pairs = hash_tokens(tokens, is_sequence_start, NUM_SIGN_ROWS, 0, (48271, 30011))
     if order == 2:
         return [pairs]
@@ -1218,7 +1230,8 @@ class Head(nn.Module):
         for _ in range(len(loss_weights) - step_inputs.has_prefix_target - 1):
             columns.append(columns[-1].roll(-1).masked_fill(is_last, -1))
         if step_inputs.has_prefix_target:
-            columns.append(self.prefix_tokens[targets])  # only FormCheck has targets of -1. They read a row
+            # A target of -1, which only FormCheck has, reads the last prefix. This does no harm
+            columns.append(self.prefix_tokens[targets])
         targets = torch.stack(columns, dim=1)  # (T, n)
         if classes is None:
             return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
@@ -1492,7 +1505,8 @@ def layer_scalars(cfg: Config, layer: int):
         add("resid", "scalar", 1.0)
     # Embeddings that enter the residual stream, before attention or after it
     if spec.x0 and cfg.x0_mix != "off":
-        # A layer with MUDD adds x_in in place of x0. As published it does so twice, because mudd_in has x_in
+        # In place of x0 a layer with MUDD adds x_in: layer 0's input after its n-grams. As published it is
+        # added twice, with this weight and as one of mudd_in
         add("x_in" if has_mudd and is_after else "x0", embedding_source, 0.0)
     if spec.ngram and cfg.ngram_rows:
         add("ngram_in" if is_after and layer == 0 else "ngram", embedding_source, 0.05)
@@ -1659,12 +1673,12 @@ class Attention(nn.Module):
             qk[1] = qk[0]
         group_rows = (cfg.qk_group_heads or H) * K
         self.qk = parameter(qk.view(-1, group_rows, D), "matrix", kind="qk")  # (2H / group, group * K, D)
-        # If HL < D, v and proj train as if they were padded with zeros to (D, D). The rules multiply the
-        # update of a tall matrix such as proj by sqrt(D / HL). lr_mul divides by it. A wide matrix such as v
-        # would have a variance for each column. by_row: one for each row, as a square matrix
+        # If HL < D, v and proj train as square matrices (D, D) would whose other entries are zero. So v has
+        # variances of rows, as a square matrix, while other wide matrices have variances of columns
         v = uniform((H * L, D), std).to(storage)
-        proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5).to(storage)
         self.v = parameter(v, "matrix", kind="vo", by_row=H * L < D)  # (HL, D)
+        # lr_mul undoes the factor sqrt(D / HL) that matrix_step() gives to tall matrices
+        proj = uniform((D, H * L), output_std(cfg, "attention") * D**-0.5).to(storage)
         self.proj = parameter(proj, "matrix", lr_mul=(H * L / D) ** 0.5, kind="vo")  # (D, HL)
         self.attention_gate_weight = self.ve_gate_weight = None
         if cfg.attention_gate_dim:  # starts at zero, so a norm-preserving rule could not train it in matrix
@@ -1702,10 +1716,9 @@ class Attention(nn.Module):
             v = v + mudd_v.unflatten(1, (H, -1))[..., :L]
 
         # 3. Attention. In a paired layer two heads become one head of 2T positions, so they see each other's
-        # keys. As published, RoPE and attention pair different heads. With four heads, token t has
-        #   in RoPE       position 2t in heads 0 and 2, position 2t + 1 in heads 1 and 3
-        #   in attention  position 2t in heads 0 and 1, position 2t + 1 in heads 2 and 3
-        # So attention's first head is made of heads 0 and 2, and its second head of heads 1 and 3
+        # keys. With four heads, the first head of 2T positions has head 0 of token t at position 2t, and
+        # head 2 at position 2t + 1. The second one has heads 1 and 3. As published, RoPE pairs other heads:
+        # heads 0 and 2 rotate by position 2t, and heads 1 and 3 by position 2t + 1
         if spec.paired:
             pairs = (x.reshape(-1, H // 2, x.size(-1)) for x in (q, k, v))  # (2T, H/2, K or L)
             y = ops.attention(*pairs, mask).reshape(v.shape)
@@ -1751,8 +1764,9 @@ class MLP(nn.Module):
 
 
 class TokenGates(nn.Module):
-    """Scalars per token, by a two-layer MLP: output_scale * (proj gelu(fc x) + bias). Source: MUDD, arXiv
-    2502.12170, 2026-04-22."""
+    """Scalars per token, by a two-layer MLP: output_scale * (proj gelu(fc x) + bias). With groups of
+    channels, group_proj gelu(fc x) is added to proj gelu(fc x). Source: MUDD, arXiv 2502.12170,
+    2026-04-22."""
 
     SCALE, HIDDEN = 0.1, 64  # output scale (constant for MUDD, initial for gates), hidden channels
 
@@ -1897,7 +1911,7 @@ class Rule:
         return state
 
     def update(self, param, grad, state, hyper: Hyper, options: UpdateOptions):
-        """Update param (M, ...) and its state in place, in float32."""
+        """Update param (M, ...) and its state in place. The function gets and returns float32 weights."""
         lr = options.lr_mul * hyper.lr
         hyper = hyper._replace(lr=lr, weight_decay=lr * options.wd_mul * hyper.weight_decay)
         if "low_bits" not in state:
@@ -2040,15 +2054,15 @@ class Polynomial(typing.NamedTuple):
 
 
 POLYNOMIALS = {
-    "newton_schulz": Polynomial(((3.4445, -4.7750, 2.0315),) * 5),  # Muon: singular values become 0.7 to 1.2
+    "newton_schulz": Polynomial(((3.4445, -4.7750, 2.0315),) * 5),  # Muon: 0.01 and more become 0.68 to 1.13
     "polar_express": Polynomial((  # 2025-09-29
         (8.156554524902461, -22.48329292557795, 15.878769915207462),
         (4.042929935166739, -2.808917465908714, 0.5000178451051316),
         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)), margin=1.02, addend=1e-6),
-    # Record 92. A singular value above 0.9525 diverges. With the margin of 1.05 the singular value of a
-    # matrix of rank one is 1 / 1.05 = 0.9524
+    # Record 92. A singular value of 0.9525 diverges. With the margin of 1.05 the singular value of a matrix
+    # of rank one is 1 / 1.05 = 0.9524
     "six_maps": Polynomial((
         (3.923798038567, -6.095026865488, 3.905234618423), (3.278126713798, -3.328923386476, 0.989127286973),
         (3.505298394150, -5.137358782410, 1.968325560615), (2.815058591845, -3.685181239622, 1.417196497642),
@@ -2108,13 +2122,14 @@ def matrix_norm(x):
 # backward goes on. After its update a bucket is gathered, and the next forward waits for it before its
 # segment. The buckets of TABLES send rows instead. Sources: records 23, 24, 32.
 
-LARGE_PARAMETER = 2**20  # elements. Larger elementwise parameters have a separate bucket
-ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to 64 bytes
+LARGE_PARAMETER = 2**20  # elements. Elementwise parameters of this size, and tables, have their own buckets
+ALIGNMENT = 32  # elements: parameters in elementwise buckets are aligned to at least 64 bytes
 
 
 def plan_buckets(model: GPT, cfg: Config):
     """Divide the parameters into buckets of (name, parameter), last layers first, like backward. Those of a
-    bucket have one segment, group and dtype. Matrices have one shape, and with averages one kind."""
+    bucket have one segment, group and dtype. Matrices have one shape and by_row, and with averages one
+    kind."""
     buckets: dict[tuple, list[tuple[str, nn.Parameter]]] = {}
     for name, param in reversed(list(model.named_parameters())):
         spec = param.spec
@@ -2129,8 +2144,8 @@ def plan_buckets(model: GPT, cfg: Config):
 
 
 def find_segment(name: str, model: GPT):
-    """Number of the segment that reads a parameter first. An untied head is the last one. The first one also
-    has the learned scalars of all layers, so that they share a bucket for each group."""
+    """Number of the segment that waits for a parameter. An untied head is the last one. The first one also
+    has the tables, and the learned scalars of all layers, so that these share a bucket for each group."""
     if name == "head.weight":
         return 0 if model.is_tied else len(model.segments)
     words = name.split(".")
@@ -2209,8 +2224,8 @@ class Bucket:
         return self.shard.to(at_least_fp32(self.shard), copy=True)
 
     def count_down(self, _param):
-        """The last gradient starts the reduce-scatter. A bucket that is not due starts with 0, becomes
-        negative and starts none."""
+        """The last gradient starts the reduce-scatter. If the bucket is not due, num_pending begins at 0 and
+        becomes negative, so nothing starts."""
         self.num_pending -= 1
         if self.num_pending == 0:
             self.start_reduce()
@@ -2229,8 +2244,8 @@ class Bucket:
         self.clear()
 
     def compute_update(self, calls: Calls):
-        """The change of this rank's values (float32) by the first update of a rule, and the new state, by
-        name. Copies are updated."""
+        """What an update would change, if its moments were zero, for check_compiler(): the change of this
+        rank's values (float32), and the new state, by name. It works on copies."""
         new = self.shard.clone()
         state = {key: tensor.clone() for key, tensor in self.state.items()}
         for name in self.rule.moments:
@@ -2294,8 +2309,8 @@ class Average(typing.NamedTuple):
 
 
 # Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. Embed
-# and head change in every second step. So two averaged steps have one value, and together the weight
-# 1 - (1 - rate)^2 that the record gives it at once.
+# and head change in every second step. The record averages them in these steps, with the weight
+# 1 - (1 - rate)^2. Here they are averaged in every step with the weight `rate`, which is the same.
 AVERAGES_STEPS = 1194
 AVERAGES = (
     Average(("embed", "head"), 896 / 1194, 1, 2 / 299, 0.65),
@@ -2367,8 +2382,8 @@ class Optimizer:
 
     def start_step(self, num_micro_batches: int):
         """Let the hooks of due buckets count down from the number of their gradients in this step."""
-        for bucket in self.buckets:  # it is above 0 if a parameter got no gradient in an earlier step
-            bucket.num_pending = 0
+        for bucket in self.buckets:
+            bucket.num_pending = 0  # above 0 before, if a parameter got no gradient in an earlier step
         for bucket in self.list_due():
             bucket.num_pending = num_micro_batches * len(bucket.params)
 
@@ -2429,7 +2444,7 @@ class Optimizer:
         ratio = group.period(self.step_count - 1, self.late_step) / group.every  # 1, later e.g. 2
         # A late update covers `ratio` early periods, so it has the betas to this power. Example: 100 updates
         # with period 2, then 10 with period 4 are num_updates 110 and num_periods 120. Bias corrections use
-        # the first number, because they are about 1 by then. decay_time uses the second one, and is exact
+        # num_updates, because they are about 1 by then. decay_time uses num_periods, and is exact
         beta1, beta2 = (beta**ratio for beta in group.betas)
         num_periods = num_early + (num_updates - num_early) * ratio
         return Hyper(
@@ -2502,11 +2517,12 @@ class Optimizer:
 
 class RowPlan(typing.NamedTuple):
     """The rows of a table that all ranks read in a micro-batch, as this rank sees them. Example: a table of
-    8 rows, so rank 0 owns rows 0 to 3, and rank 1 rows 4 to 7. The plan of rank 0 is on the right.
+    8 rows, so rank 0 owns rows 0 to 3, and rank 1 rows 4 to 7. Rank 0 reads 5 1 5 2 1, and rank 1 reads
+    2 6 2 2 6. The plan of rank 0:
 
-        rank 0 reads 5 1 5 2 1      distinct rows 1 2 5, inverse 2 0 2 1 0, order 1 4 3 0 2
-        rank 1 reads 2 6 2 2 6      requested 1 2 (by rank 0) and 2 (by rank 1), num_sent 2 1
-                                    num_received 2 (rows 1 and 2 from rank 0) and 1 (row 5 from rank 1)
+        distinct rows 1 2 5, inverse 2 0 2 1 0, order 1 4 3 0 2
+        requested 1 2 (by rank 0) and 2 (by rank 1), num_sent 2 1
+        num_received 2 (rows 1 and 2 from rank 0) and 1 (row 5 from rank 1)
     """
 
     inverse: Tensor  # (T,) index of each row that this rank reads among the distinct ones
@@ -2654,7 +2670,7 @@ class Table(Bucket):
             self.grad = self.sum_rows(grads, inverse, order, len(rows))
 
     def update(self, calls: Calls):
-        """Update all rows, or those that have a finite gradient. Clear the gradients."""
+        """Update all rows, or those that have a finite gradient above zero. Clear the gradients."""
         if not self.is_sparse:
             super().update(calls)
             return
@@ -2726,7 +2742,7 @@ def sum_rows(grad, inverse, _order, num_rows: int):
 
 # ==== TRAINING =============================================================================================
 
-MULTI_RANK_SEGMENTS = 4  # number of graphs if ranks > 1, to start reduce-scatters during backward
+MULTI_RANK_SEGMENTS = 4  # number of segments if ranks > 1, to start reduce-scatters during backward
 
 
 def split_layers(num_layers: int, num_ranks: int):
@@ -2815,8 +2831,9 @@ class Trainer:
         return new
 
     def warm_up(self, train_data, val_data):
-        """Run warmup_iterations of every stage, and compare compiled code with the code that it was made
-        from. Then restore parameters and optimizer state exactly. Returns lines for the log."""
+        """Train in every stage for warmup_iterations times the longest period, at most all its steps, and
+        compare compiled code with the code that it was made from. Then restore parameters and optimizer
+        state exactly. Returns lines for the log."""
         if not self.cfg.warmup_iterations and not self.use_compile:
             return []
         saved = Snapshot(self, with_tables=False)
@@ -2879,10 +2896,10 @@ def train(cfg: Config, rt: Runtime, argv: list[str]):
         load_state(trainer, folder, saved)
     checkpoints = Checkpoints(cfg, log, rt, train_data.bos, folder if saved else None)
 
-    # Off the clock: lock the run and allocate memory for checkpoints (else the first save does), and warm up
+    # Off the clock: lock the run (else the first save does), and warm up
     started = clock(rt.device)
     if cfg.checkpoint_every or cfg.resume:
-        checkpoints.start(trainer)
+        checkpoints.start()
     with log, checkpoints, stop:
         log.print_start(train_data.describe_share(), resume_line)
         gc.set_threshold(100_000, 20, 100)  # the compilers make many objects
@@ -2897,8 +2914,8 @@ def train(cfg: Config, rt: Runtime, argv: list[str]):
         optimizer.check_ranks()  # they also wait for each other
         rt.comm.set_timeout(STEP_TIMEOUT)
 
-        # On the clock, as published: prefix tokens, batches, steps, averages, copies for checkpoints
-        train_clock = TrainClock(rt.device, progress.train_time, clock(rt.device))
+        # On the clock, as published: prefix tokens, batches, steps, averages
+        train_clock = TrainClock(rt.device, progress, clock(rt.device))
         save_is_due = False  # True from a step with a checkpoint until it can be saved
         if vocabulary:
             trainer.model.head.prefix_tokens.copy_(find_prefix_tokens(vocabulary, cfg.padded_vocab_size))
@@ -2909,7 +2926,7 @@ def train(cfg: Config, rt: Runtime, argv: list[str]):
             state = schedule.at(progress.step)
             if cfg.val_loss_every and progress.step % cfg.val_loss_every == 0:
                 with train_clock.paused():
-                    log.log_validation(trainer.validate(val_data, state), train_clock.seconds)
+                    log.log_validation(trainer.validate(val_data, state))
 
             # 2. One step
             loss = trainer.train_step(batches, state, monitor.start_step())
@@ -2928,8 +2945,8 @@ def train(cfg: Config, rt: Runtime, argv: list[str]):
             if must_save:
                 save_is_due = False
                 log.flush_losses()
-                progress.train_time = train_clock.lap()
-                checkpoints.save(trainer, must_wait=is_last or bool(status))
+                with train_clock.paused():
+                    checkpoints.save(trainer)
                 if status:
                     checkpoints.end(status)  # raises RunError
 
@@ -2937,7 +2954,6 @@ def train(cfg: Config, rt: Runtime, argv: list[str]):
         log.flush_losses()
         status = stop.finish_exchange()
         with train_clock.paused():
-            progress.train_time = train_clock.seconds
             checkpoints.save_last(trainer, must_save=bool(status))
             if status:
                 checkpoints.end(status)
@@ -2945,10 +2961,9 @@ def train(cfg: Config, rt: Runtime, argv: list[str]):
         # Final weights, validation and result
         optimizer.apply_averages()
         with train_clock.paused():
-            progress.train_time = train_clock.seconds
             with checkpoints.name_weights(), stop.at_once():
                 val_loss = trainer.validate(val_data, schedule.at(progress.step))
-            log.log_validation(val_loss, train_clock.seconds)
+            log.log_validation(val_loss)
         log.finish({**setup, **measure_run(trainer, run)})
         checkpoints.write_model(trainer)
         checkpoints.remove_last()
@@ -3078,7 +3093,7 @@ def choose_fast_forms(cfg: Config, rt: Runtime):
 
 
 def compute_digests():
-    """Digests of the functions in DIGESTS. Comments, docstrings and layout do not count."""
+    """Digests of the functions in DIGESTS. Comments, layout and a function's docstring do not count."""
     digests = {}
     for node in ast.parse(SCRIPT).body:
         if getattr(node, "name", "") in DIGESTS:
@@ -3097,8 +3112,8 @@ def add_noise(params: Iterable[Tensor]):
 
 
 class FormCheck:
-    """A copy of the model with a small vocabulary and n-gram table, random parameters, 768 tokens in four
-    documents, and its plain results."""
+    """A model with the layers of this run, a small vocabulary and n-gram table, and random float32
+    parameters. 768 tokens in four documents, and its plain results."""
 
     def __init__(self, cfg: Config, device):
         self.lines: list[str] = []  # for the log
@@ -3166,8 +3181,8 @@ class FormCheck:
         return ""
 
     def find_graph_error(self, names: list[str], dtype):
-        """Why step_graphs cannot be used with these forms, or "". The second replay, with other inputs, must
-        have the bits of a run without graphs."""
+        """Why step_graphs cannot be used with these forms, or "". Two replays, the second with other inputs,
+        must have the bits of runs without graphs."""
         expected = [self.run(names, dtype, case) for case in range(2)]
         self.model.calls, _ = make_graphs(self.model)
         errors = [self.find_error(names, dtype, 0.0, case, expected[case]) for case in range(2)]
@@ -3290,15 +3305,16 @@ def run_batches(trainer: Trainer, state, batch: Batch, val_batch, val_data):
     return results
 
 # ==== STEP GRAPHS ==========================================================================================
-# With step_graphs the segments, the head and the updates are CUDA graphs. A replay is one launch, so the GPU
-# does not wait for Python. Look-ups in tables, communication and validation have no graphs.
+# With step_graphs the segments, the head and the updates of buckets are CUDA graphs. A replay is one launch,
+# so the GPU does not wait for Python. Look-ups in tables, sums of n-grams, updates of sparse tables,
+# communication and validation have no graphs.
 
 class StepGraphs:
-    """CUDA graphs of a function, forward and backward, one pair for each signature: shapes and dtypes of the
-    tensors among the arguments, and values of the others. Tensors are copied into the graph. The addresses
-    of all other tensors that the function uses are constants: parameters, state and scales never move. The
-    graphs of one object share memory, because only one of its signatures is between its forward and its
-    backward."""
+    """CUDA graphs of a function, forward and backward, one pair for each signature: shape, dtype and
+    requires_grad of the tensors among the arguments, and values of the others. Tensors are copied into the
+    graph. The addresses of all other tensors that the function uses are constants: parameters, state and
+    scales never move. The graphs of one object share memory, because each forward is followed by its
+    backward before the next forward."""
 
     def __init__(self, function: Callable, params: Iterable[Tensor] = ()):
         """params: leaves that may get a gradient. (): there is no backward."""
@@ -3330,7 +3346,8 @@ class StepGraphs:
             grads = torch.autograd.grad(outputs, self.params, outputs, allow_unused=True)
         params = [param for param, grad in zip(self.params, grads) if grad is not None]
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.make_graphed_callables(  # it passes these same tensors, so args have them already
+        # make_graphed_callables calls the lambda with the tensors of args, so the lambda takes args itself
+        graph = torch.cuda.make_graphed_callables(
             lambda *_: self.function(*args), (*filter(torch.is_tensor, tree_leaves(args)), *params),
             allow_unused_input=True, pool=self.pool)
         return graph, params
@@ -3389,13 +3406,7 @@ def build_block_mask(doc_ids, window):
     """make_mask() for FlexAttention, from the range of documents in each block. window is a tensor, so one
     compiled graph serves all windows. The visible key blocks of a query block are contiguous, and the last
     one is the block itself. Blocks without masked pairs ("full") are contiguous, too, and end one block
-    earlier. Therefore the lists need no sort. Sources: records 12 and 16.
-
-        key blocks       0 1 2 3 4 5     num_visible 4, num_full 2, earlier 1 2 3 ..., full_start 2
-        query block 4    . p f f p .     full_start + column: 2 3 ..., partial_keys: 1 4 4 ...
-
-    Only the first num_full and num_visible - num_full entries of a list count.
-    """
+    earlier. Therefore the lists need no sort. Sources: records 12 and 16."""
     first = doc_ids.view(-1, BLOCK)[:, 0]  # (T/128,) document at the start of each block
     last = doc_ids.view(-1, BLOCK)[:, -1]  # (T/128,)
     num_blocks = first.size(0)
@@ -3407,7 +3418,10 @@ def build_block_mask(doc_ids, window):
     full = ((distance > 0) & (distance + (BLOCK - 1) <= window)
             & (first[:, None] == last) & (first == last[:, None]))
 
-    # For each query block: full blocks end at row - 1. Partial ones are the earlier visible blocks, then row
+    # For each query block: full blocks end at row - 1. Partial ones are earlier visible blocks, then row.
+    # Only the first num_full or num_visible - num_full entries of a list count. Example, p partial, f full:
+    #   key blocks       0 1 2 3 4 5     num_visible 4, num_full 2, earlier 1 2 3 ..., full_start 2
+    #   query block 4    . p f f p .     partial keys 1 4 ..., full keys 2 3 ...
     num_visible = visible.sum(1, dtype=torch.int32)  # (T/128,)
     num_full = full.sum(1, dtype=torch.int32)
     earlier = row + 1 - num_visible[:, None] + column
@@ -3471,22 +3485,23 @@ def hide_earlier_keys(num_keys: int, dtype, device):
 
 
 class BlockAttention(torch.autograd.Function):
-    """attention() by blocks, mask (T/C, C, M * C). Memory is linear in T. Each of N = H * T/C blocks of
-    queries reads M blocks of keys, up to its own. Autograd's own backward takes longer. With M = 3:
+    """attention() by blocks, mask (T/C, C, M * C). Memory is linear in T. Each of B = H * T/C blocks of
+    queries reads M blocks of keys, up to its own. Autograd's own backward takes longer. The blocks of all
+    heads stand in one row. With M = 3:
 
         query block    0        1        2        3
-        key blocks     . . 0    . 0 1    0 1 2    1 2 3      . : of the previous head, hidden by the mask
+        key blocks     . . 0    . 0 1    0 1 2    1 2 3      . : hidden by the mask. Of the head before, or 0
     """
 
     @staticmethod
     def forward(ctx, q, k, v, mask):
         """q, k (T, H, K), v (T, H, L) -> (T, H, L)."""
         _, size, num_keys = mask.shape
-        q, k, v = (split_blocks(x, size) for x in (q, k, v))  # (N, C, K or L)
-        k, v = (F.pad(x.flatten(0, 1), (0, 0, num_keys - size, 0)) for x in (k, v))  # ((N + M - 1) * C, ...)
-        k, v = (x.unfold(0, num_keys, size).mT.contiguous() for x in (k, v))  # (N, M * C, K or L)
+        q, k, v = (split_blocks(x, size) for x in (q, k, v))  # (B, C, K or L)
+        k, v = (F.pad(x.flatten(0, 1), (0, 0, num_keys - size, 0)) for x in (k, v))  # ((B + M - 1) * C, ...)
+        k, v = (x.unfold(0, num_keys, size).mT.contiguous() for x in (k, v))  # (B, M * C, K or L)
         ctx.num_heads = len(q) // len(mask)
-        probs = torch.baddbmm(mask.repeat(ctx.num_heads, 1, 1), q, k.mT).softmax(-1)  # (N, C, M * C)
+        probs = torch.baddbmm(mask.repeat(ctx.num_heads, 1, 1), q, k.mT).softmax(-1)  # (B, C, M * C)
         ctx.save_for_backward(q, k, v, probs)
         return join_blocks(probs @ v, ctx.num_heads)
 
@@ -3498,7 +3513,7 @@ class BlockAttention(torch.autograd.Function):
         grad_scores = torch._softmax_backward_data(grad @ v.mT, probs, -1, probs.dtype)
         grads = [grad_scores @ k]  # of q, k, v
         for grad_keys in (grad_scores.mT @ q, probs.mT @ grad):
-            parts = grad_keys.unflatten(1, (-1, q.size(1)))  # (N, M, C, K or L)
+            parts = grad_keys.unflatten(1, (-1, q.size(1)))  # (B, M, C, K or L)
             total = parts[:, -1].clone()
             for i in range(1, parts.size(1)):  # the i-th block before
                 total[:-i] += parts[i:, -1 - i]
@@ -3515,10 +3530,11 @@ def join_blocks(x, num_heads: int):
     return x.reshape(num_heads, -1, x.size(-1)).transpose(0, 1)
 
 # ==== FP8 ==================================================================================================
-# Matmuls of 8-bit values with one scale per tensor: value = scale * FP8 value. e4m3 holds weights and
-# activations up to 448, e5m2 holds gradients up to 57344. A scale is constant, or amax / limit. The amax is
-# of this tensor (current scaling) or of the previous step (delayed scaling). Validation has no FP8. The loss
-# is a sum over tokens. Records divide it by 8 ranks, so their scales of gradients are those here / 8.
+# Matmuls of 8-bit values with one scale per tensor: value = scale * FP8 value. e4m3 has values up to 448,
+# and e5m2, for gradients of head and MLP, up to 57344. A scale is constant, or it is amax / limit of this
+# tensor (current scaling), or of the previous step, with headroom (delayed scaling). Validation has no FP8.
+# The loss is a sum over tokens. Records divide it by 8 ranks, so their scales of gradients are those here
+# divided by 8.
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 QKV_LIMIT = 8.0  # inputs and gradients of queries, keys and values saturate beyond it (record 90)
@@ -3542,8 +3558,8 @@ class HeadScales(typing.NamedTuple):
 
 def head_fp8_scales(cfg: Config):
     """Constant scales. Normalized rows have no entry above sqrt(D). Weights above fp8_head_amax saturate.
-    With one target of loss weight 1, |d loss / d logit| is at most 1. Gradients saturate above 57344 / 448 =
-    128."""
+    With one target of loss weight 1, and a softcap of cap <= 4 width, |d loss / d logit| is at most 1.
+    Gradients saturate above 57344 / 448 = 128."""
     return HeadScales(x=math.sqrt(cfg.model_dim) / 448, weight=cfg.fp8_head_amax / 448, grad=1 / 448,
                       logits_dtype=E4M3 if "logits" in cfg.fp8_parts else None)
 
@@ -3585,7 +3601,8 @@ def transpose(x: Scaled, use_kernel: bool = False):
 
 
 class DelayedScales:
-    """FP8 scales of MLPs, from the amax of the previous step. So a kernel can quantize its own result."""
+    """FP8 scales of MLPs, from the amax of the previous step, so that a kernel can quantize its own result.
+    FusedMLP.backward() returns an amax as the gradient of its scale."""
 
     # Of hidden activations (e4m3), and of gradients (e5m2). scale = amax * factor, with headroom for growth
     # between steps, and at least floor
@@ -3594,7 +3611,7 @@ class DelayedScales:
 
     def __init__(self, model: GPT, comm: Comm):
         self.comm, self.amax, device = comm, None, model.embed.device
-        self.leaves: list[Tensor] = []  # (): of each MLP's hidden activation, and gradient of x @ up
+        self.leaves: list[Tensor] = []  # scales () of each MLP's hidden activation, and gradient of x @ up
         for module in model.modules():
             if isinstance(module, MLP):
                 module.scales = tuple(torch.tensor(value, device=device, requires_grad=True)
@@ -3603,7 +3620,7 @@ class DelayedScales:
         self.factors, self.floors = torch.tensor((self.FACTORS, self.FLOORS), device=device)
 
     def record_amax(self):
-        """After each backward: keep the largest amax. Autograd would add the micro-batches."""
+        """After each backward: keep the largest amax of all micro-batches. Autograd would add them."""
         if self.leaves and self.leaves[0].grad is not None:
             found = torch.stack([leaf.grad for leaf in self.leaves]).view(-1, 2)  # (MLPs, 2)
             self.amax = found if self.amax is None else torch.maximum(self.amax, found)
@@ -3611,7 +3628,7 @@ class DelayedScales:
                 leaf.grad = None
 
     def update(self):
-        """Set the scales of the next step, from the amax over all ranks. 0, inf or NaN change none."""
+        """Set the scales of the next step, from the amax over all ranks. One of 0, inf or NaN is ignored."""
         if self.amax is not None:
             amax = self.comm.all_reduce(self.amax, dist.ReduceOp.MAX)
             new = (amax * self.factors).maximum(self.floors)
@@ -3809,7 +3826,8 @@ def fused_relu2_mlp(x, up, down, scales, use_kernel: bool = True, use_fp8: bool 
 def relu2_matmul(x: Scaled, w: Scaled, out_scale, dtype, hidden: Scaled | None = None):
     """x (T, D), w (D, F) -> relu(x w)^2 (T, F). With hidden: (x w) * 2 sqrt(hidden). The second form is the
     gradient of backward, if x is the gradient of the output and hidden is the first form's result. dtype: of
-    the product x w. Returns the result in the dtype of x, its transpose (F, T), and its amax ()."""
+    the product x w. Returns the result in the FP8 dtype of x, its transpose (F, T), and its amax (). Without
+    FP8 there is only the kernel."""
     y = matmul(x, transpose(w), dtype, fast=hidden is None).float()
     if hidden is None:
         y = F.relu(y).square()
@@ -4246,7 +4264,7 @@ def pin(tensor):
     try:
         return tensor.pin_memory()
     except RuntimeError as error:
-        print_once(f"copies to and from the GPU are slow: pin_memory fails ({str(error).splitlines()[0]})")
+        print_once(f"copies to the GPU are slow: pin_memory fails ({str(error).splitlines()[0]})")
         return tensor
 
 
@@ -4265,8 +4283,8 @@ class Stop(AbstractContextManager):
         self.old_handlers = {}
 
     def catch_signals(self):
-        """Turn SIGINT, SIGTERM and SIGUSR1 into requests. On one rank the next signal acts as in Python.
-        Outside the main thread nothing is caught. A signal that is ignored stays ignored."""
+        """Turn SIGINT, SIGTERM and SIGUSR1 into requests. On one rank the same signal acts as in Python the
+        next time. Outside the main thread nothing is caught. A signal that is ignored stays ignored."""
         def handle(signum: int, _frame):
             self.requested = self.requested or 128 + signum
             if self.is_immediate:
@@ -4317,24 +4335,19 @@ class Stop(AbstractContextManager):
 
 @dataclass
 class TrainClock:
-    """Seconds of training. The clock stops inside paused(). read() does not synchronize the GPU."""
+    """Counts the seconds of training in progress.train_time, up to `started`. It stands still inside
+    paused(). read() has the seconds since then, too, and does not wait for the GPU."""
 
     device: torch.device
-    seconds: float  # before `started`
-    started: float  # time of the last start, lap or end of a pause
+    progress: Progress
+    started: float  # time of the start, or of the end of the last pause
 
     def read(self):
-        return self.seconds + time.perf_counter() - self.started
-
-    def lap(self):
-        """Synchronize and return the exact seconds."""
-        now = clock(self.device)
-        self.seconds, self.started = self.seconds + now - self.started, now
-        return self.seconds
+        return self.progress.train_time + time.perf_counter() - self.started
 
     @contextmanager
     def paused(self):
-        self.lap()
+        self.progress.train_time += clock(self.device) - self.started
         yield
         self.started = clock(self.device)
 
@@ -4511,8 +4524,8 @@ def scan_shards(cfg: Config, shards: list[Shard]):
 
 
 def fit_steps(cfg: Config):
-    """cfg with the numbers that follow from the training files: of steps, if num_iterations is 0, and of the
-    steps between validations, if it is -1. Reads only the headers of the files."""
+    """cfg with the numbers that follow from the training files: num_iterations, if it is 0, and
+    val_loss_every, if it is -1. Reads only the headers of the files."""
     if not cfg.num_iterations:
         seq_len = max(stage.seq_len for stage in cfg.full_stages)
         num_tokens = 0
@@ -4655,7 +4668,7 @@ OLD_PRESETS = {"track_1": "record_32", "frontier": "record_92", "smoke_frontier"
 
 def load_preset(name: str):
     """A preset with its parents' values: of PRESETS, records/presets/NAME.json, or a .json file. The file is
-    a preset, or what --print_config or a run wrote, which keeps its preset's name."""
+    a preset, or the output of --print_config, or the result of a run. The last two have a preset's name."""
     if name in PRESETS:
         parent, _, changes = PRESETS[name]
     else:
@@ -4887,7 +4900,7 @@ def config_from_dict(values: dict):
 # The identity of a run, and its files: script, and, named by the unique run_id, log, result (json) and
 # events. Only rank 0 writes. records/README.md describes the formats.
 
-# They change no weight, loss or time
+# Options that change neither weights nor losses. The checkpoint of --resume=PATH is in the key, by itself
 NOT_IN_KEY = ("out", "resume", "checkpoint_every", "telemetry_every")
 
 
@@ -5022,7 +5035,8 @@ def measure_run(trainer: Trainer, run: dict):
 
 
 class RunLog:
-    """Log lines, events, progress and result of a run. It prints at most 19 progress lines to a file."""
+    """Log lines, events, progress and result of a run. Without a terminal it prints at most 19 progress
+    lines."""
 
     LOSSES_AT_ONCE = 20  # losses that a GPU keeps before it hands them over, and in the printed mean
 
@@ -5089,9 +5103,9 @@ class RunLog:
             self.bar = tqdm(total=cfg.num_iterations, initial=self.progress.step, unit="step",
                             mininterval=0.5, dynamic_ncols=True)
 
-    def log_validation(self, val_loss: float, seconds: float):
-        """Log a validation at this number of seconds on the clock."""
-        step, num_iterations, time_ms = self.progress.step, self.cfg.num_iterations, 1000 * seconds
+    def log_validation(self, val_loss: float):
+        step, num_iterations = self.progress.step, self.cfg.num_iterations
+        time_ms = 1000 * self.progress.train_time
         self.val_points.append([step, val_loss, round(time_ms)])
         self.write_event("validation", step, val_loss=val_loss, train_time_ms=round(time_ms))
         self.print(f"step:{step}/{num_iterations} val_loss:{val_loss:.4f} train_time:{time_ms:.0f}ms "
@@ -5099,7 +5113,8 @@ class RunLog:
         self.check_loss("validation", step, val_loss)
 
     def log_step(self, loss, seconds: float):
-        """Show progress, and log the mean loss of ranks, on a GPU LOSSES_AT_ONCE together. RunError: NaN."""
+        """Show progress, and log the mean loss of ranks, on a GPU LOSSES_AT_ONCE together. RunError: see
+        check_loss()."""
         step, num_iterations = self.progress.step, self.cfg.num_iterations
         self.waiting.append((step, loss, seconds))
         if self.rt.device.type == "cpu" or len(self.waiting) == self.LOSSES_AT_ONCE:
@@ -5154,9 +5169,9 @@ class RunLog:
         print0(f"result:          {path}", self.rt)
 
 # ==== CHECKPOINTS ==========================================================================================
-# checkpoints/<preset>_seed<seed>_<key>/<run_id>/step_000250/ has one file for each rank, with the rows that
-# the rank owns. So no rank gathers, and any number of ranks can continue. A run changes only its own folder.
-# Loading executes no code. To store more, extend collect_rows(), or Progress.
+# checkpoints/<preset>_seed<seed>_<key>/<run_id>/step_000250/ has a state.json, and one file for each rank,
+# with the rows that the rank owns. So no rank gathers, and any number of ranks can continue. A run changes
+# only its own folder. Loading executes no code. To store more, extend collect_rows(), or Progress.
 
 @dataclass
 class Progress:
@@ -5236,7 +5251,7 @@ def lock_run(folder: Path):
 
 
 def remove_step(folder):
-    """Remove a checkpoint. The rest after an interruption is no checkpoint, and wait() removes it later."""
+    """Remove a checkpoint. Without state.json it is none. So an interruption leaves no damaged one."""
     with suppress(OSError):
         (folder / "state.json").unlink()
     shutil.rmtree(folder, ignore_errors=True)
@@ -5247,10 +5262,15 @@ def find_key_folder(cfg: Config, run: dict):
 
 
 def find_start(cfg: Config, run: dict, rt: Runtime):
-    """Returns (checkpoint to continue from, its metadata, log line). It is the furthest whole step of all
-    runs with this key, else --resume=PATH, or None. If it has this key, its run goes on: run["run_id"]
-    becomes that of the checkpoint. A model.pt has no metadata here, because its run is over. All ranks must
-    call it."""
+    """Returns (checkpoint to continue from, its metadata, log line). The first of these that exists:
+
+        1. The furthest whole step of all runs with this key, also if --resume=PATH: the run goes on
+        2. The step --resume=PATH of another run
+        3. The model.pt --resume=PATH. Its metadata are {}, because its run is over
+        4. None: the run starts anew
+
+    A run that goes on keeps its name: run["run_id"] becomes that of the checkpoint. All ranks must call
+    it."""
     if not cfg.resume:
         return None, {}, ""
     folder = find_key_folder(cfg, run)
@@ -5361,7 +5381,7 @@ def load_weights(trainer: Trainer, path: Path):
 
 
 class Checkpoints(AbstractContextManager):
-    """Writes a checkpoint file per rank in the background, and keeps the two newest steps of this run."""
+    """Writes a checkpoint file per rank, and keeps the two highest steps of this run."""
 
     KEPT = 2
     MODEL_BYTES = 10**9  # limit of model.pt
@@ -5375,17 +5395,17 @@ class Checkpoints(AbstractContextManager):
         self.way_on = f"--resume={cfg.resume or 'auto'}"
         self.is_extra = False  # whether `newest` is removed once the result is written
         self.log, self.rt, self.bos, self.lock = log, rt, bos, None
-        self.executor, self.writing = ThreadPoolExecutor(1, "checkpoint"), None
-        self.problem = ""  # of the last write
-        self.copies = {}  # CPU memory that all checkpoints reuse
+        self.has_started = False
+        self.problem = ""  # of the last save, e.g. a full disk
 
     def __exit__(self, *_):
-        self.executor.shutdown()
         if self.lock:
             self.lock.close()
 
-    def start(self, trainer: Trainer):
-        """Make and lock the folder, and allocate memory for copies. All ranks must call it."""
+    def start(self):
+        """Make and lock the folder, unless this is done. All ranks must call it."""
+        if self.has_started:
+            return
         problem = ""
         if self.rt.is_main:
             try:
@@ -5399,56 +5419,38 @@ class Checkpoints(AbstractContextManager):
         share_problem("" if self.folder.exists() else f"{self.folder} is not shared by all nodes", self.rt)
         if self.rt.is_main:
             for step in list_steps(self.folder):
-                if read_step(step) > trainer.progress.step and not is_whole(step, Runtime()):
+                if read_step(step) > self.log.progress.step and not is_whole(step, Runtime()):
                     remove_step(step)
-        for entry, rows in collect_rows(trainer).items():
-            self.copies[entry] = torch.empty_like(rows, device="cpu")
-            if rows.is_cuda:
-                self.copies[entry] = pin(self.copies[entry])
+        self.has_started = True
 
-    def save(self, trainer: Trainer, must_wait: bool = False):
-        """Write step_<step>/ in the background, after the end of the last write. All ranks must call it. The
-        step is complete when the file of each rank has its name. must_wait: wait for this."""
-        self.wait()
-        if not self.copies:
-            self.start(trainer)
-        for entry, rows in collect_rows(trainer).items():
-            self.copies[entry].copy_(rows, non_blocking=True)
+    def save(self, trainer: Trainer):
+        """Write step_<step>/, then remove old steps, or print what failed. All ranks must call it. The step
+        is complete when the file of each rank has its name."""
+        self.start()
+        rt = self.rt
         self.newest_step = trainer.progress.step
         self.newest = folder = self.folder / f"step_{self.newest_step:06d}"
-        metadata = json.dumps(dict(
+        if rt.is_main:
+            remove_step(folder)  # of a run that was continued from an older step
+        rt.comm.barrier()
+        metadata = dict(
             self.log.run, progress=dataclasses.asdict(trainer.progress), is_tied=trainer.model.is_tied,
             optimizer_steps=trainer.optimizer.step_count, bos=self.bos, val_points=self.log.val_points,
-            train_points=self.log.train_points))
-        if self.rt.is_main:
-            remove_step(folder)  # of a run that was continued from an older step
-        self.rt.comm.barrier()
-        self.writing = self.executor.submit(self.write, folder, metadata, record_event(self.rt.device))
-        if must_wait:
-            self.wait()
-
-    def write(self, folder, metadata, copied):
-        """Write this rank's files. Returns the problem, e.g. of a full disk, or ""."""
-        if copied:
-            copied.synchronize()
+            train_points=self.log.train_points)
+        rows = {entry: rows.to("cpu", copy=True)  # a file of a view would have its whole bucket
+                for entry, rows in collect_rows(trainer).items()}
+        problem = ""
         try:
-            if self.rt.is_main:
-                write_atomic(folder / "state.json", metadata.encode())
-            write_atomic(folder / f"rank{self.rt.comm.rank}.pt", functools.partial(torch.save, self.copies))
+            if rt.is_main:
+                write_atomic(folder / "state.json", json.dumps(metadata).encode())
+            write_atomic(folder / f"rank{rt.comm.rank}.pt", functools.partial(torch.save, rows))
         except OSError as error:
-            return f"{folder} was not written: {error}"
-        return ""
-
-    def wait(self):
-        """Wait for the files of all ranks, then remove old steps, or say what failed. All ranks call it."""
-        if self.writing is None:
-            return
-        self.problem = max(self.rt.comm.gather_objects(self.writing.result()))
-        self.writing = None
+            problem = f"{folder} was not written: {error}"
+        self.problem = max(rt.comm.gather_objects(problem))
         if self.problem:
-            remove_step(self.newest)
+            remove_step(folder)
             self.log.print(self.problem)
-        if self.rt.is_main:
+        if rt.is_main:
             for step in list_steps(self.folder)[self.KEPT :]:
                 remove_step(step)
 
@@ -5467,7 +5469,7 @@ class Checkpoints(AbstractContextManager):
             self.log.print(f"no checkpoint, because it has {size}: --checkpoint_every={step} writes it")
             return
         try:
-            self.save(trainer, must_wait=True)
+            self.save(trainer)
             self.is_extra = not must_save and not self.problem
         except RunError as error:  # e.g. another process writes this run
             if must_save:
@@ -5628,7 +5630,7 @@ class Monitor:
         self.log.write_event("telemetry", step, loss=mean_loss, groups=groups, seconds=dict(step=seconds))
 
 
-def lower_precision(trainer: Trainer, run: dict):
+def raise_precision(trainer: Trainer, run: dict):
     """Switch off FP8, or else bfloat16. run: its choices change, too. Returns a description, or ""."""
     fp8 = trainer.fast & {*FP8_FORMS}
     if fp8:
@@ -5703,7 +5705,7 @@ class Guard:
         trainer.optimizer.step_count = progress.step  # the schedule goes on, so updates do, too
         self.pending = []
         progress.num_actions += 1
-        measure = lower_precision(trainer, self.log.run)
+        measure = raise_precision(trainer, self.log.run)
         line = f"guard: step {step}: {fault}: restored weights of step {made}, {measure or 'and ends'}"
         self.log.write_event("guard", step, fault=fault, measure=measure, action=progress.num_actions)
         if not measure:

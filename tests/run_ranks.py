@@ -159,7 +159,7 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
         assert counts == guard.trainer.progress.num_actions, "rank 0 has acted otherwise"
 
     def write_slowly(path, *more):
-        time.sleep(21 if path.suffix == ".pt" else 0)  # longer than STEP_TIMEOUT
+        time.sleep(21 if path.name == "rank1.pt" else 0)  # longer than STEP_TIMEOUT
         write(path, *more)
 
     def refuse(path, *more):

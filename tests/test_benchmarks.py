@@ -211,7 +211,7 @@ def test_the_speed_of_stages_of_different_sizes(num_ranks):
 def test_versions_are_compared_by_whole_runs(shards, tmp_path, monkeypatch, capsys):
     """The script with clocks that advance by 500 and by 250 ms a step, and the second one without updates."""
     text = (ROOT / "train_gpt.py").read_text()
-    read = "return self.seconds + time.perf_counter() - self.started"
+    read = "return self.progress.train_time + time.perf_counter() - self.started"
     assert text.count(read) == 1
     for name, seconds in (("slow", 0.5), ("quick", 0.25)):
         version = text.replace(read, f"self.count = getattr(self, 'count', 0) + 1\n        return {seconds} * self.count")

@@ -158,7 +158,7 @@ def test_validation_and_sampling_are_in_the_activation_dtype(name):
     exact = model(*inputs, gpt.Operations()).item()
     assert model(*inputs, trainer.val_ops).item() == pytest.approx(exact, rel=1e-6)
     assert 1e-7 < abs(model(*inputs, trainer.ops, torch.ones(1)).item() / exact - 1) < 0.02
-    assert gpt.lower_precision(trainer, dict(choices={})) and trainer.fast == {"block_attention"}
+    assert gpt.raise_precision(trainer, dict(choices={})) and trainer.fast == {"block_attention"}
     assert model(*inputs, trainer.ops, torch.ones(1)).item() == pytest.approx(exact, rel=1e-6)
 
 

@@ -161,7 +161,7 @@ def test_one_nan_in_a_gradient(shards, here, monkeypatch, name, value, rule):
 
     In the 20 steps after that no loss is NaN. Whether step 18 reads the row of a value embedding depends on the model.
     """
-    monkeypatch.setattr(gpt, "lower_precision", lambda *_: "something is off")
+    monkeypatch.setattr(gpt, "raise_precision", lambda *_: "something is off")
     spoil_gradient(monkeypatch, value, name, 17)
     table = ["--ngram_rows=512", f'--groups={{"ngram": {{"rule": "{rule}"}}}}']
     result = run(shards, *table, "--guard=on", "--num_iterations=38", AT_THE_END)
@@ -186,7 +186,7 @@ def test_a_rollback_restores_all_bits(shards, here, monkeypatch, rule):
     before_call(monkeypatch, gpt.Snapshot, "__init__", lambda _, trainer: saved.setdefault(
         trainer.optimizer.step_count, copy_rows(trainer)))
     before_call(monkeypatch, gpt.Snapshot, "restore", lambda snapshot: compare(snapshot.trainer))
-    monkeypatch.setattr(gpt, "lower_precision", lambda trainer, _: compare(trainer))
+    monkeypatch.setattr(gpt, "raise_precision", lambda trainer, _: compare(trainer))
     spoil_loss(monkeypatch, [17])
     table = ["--ngram_rows=512", f'--groups={{"ngram": {{"rule": "{rule}"}}}}']
     run(shards, *table, "--guard=on", "--num_iterations=20", AT_THE_END)
@@ -239,7 +239,7 @@ def test_snapshots_continue_after_a_rollback_if_adam_skips_steps(shards, here, m
     """Adam updates every third step, and snapshots are made after its updates, also after a rollback: of
     steps 6, 12, 18, then 27 and 33. Each is of the step that it names. test_trainer compares its bits. It is
     trusted after five steps, and an earlier fault drops it. Faults are noticed at steps 22, 24 and 38."""
-    monkeypatch.setattr(gpt, "lower_precision", lambda *_: "something is off")
+    monkeypatch.setattr(gpt, "raise_precision", lambda *_: "something is off")
     monkeypatch.setattr(gpt.Guard, "SNAPSHOT_EVERY", 4)
     spoil_loss(monkeypatch, [21, 23, 37])
     restored = []

@@ -22,7 +22,7 @@ LENGTHS = {  # of the runs
 }
 FIELDS = {field.name: field for field in dataclasses.fields(gpt.Config)}
 GROUP_FIELDS = {field.name: field for field in dataclasses.fields(gpt.Group)}
-GROUPS = gpt.RECORD_32_GROUPS.keys() - {"gain"}  # it has parameters only with --gains
+GROUPS = ("matrix", "embed", "value_embed", "scalar", "ngram")  # one of each kind of bucket and storage
 BY_GROUP = {f"groups.{group}.{field}": (group, field) for group in GROUPS for field in GROUP_FIELDS}
 OTHER_VALUES = dict(
     fast=["off"], dtype=["float32", "bfloat16"], vocab_size=[300], vocab_multiple=[64],

@@ -1,12 +1,12 @@
 """Communication and saves overlap with computation: each part waits only for the parameters that it reads."""
 
-import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (
     AT_THE_END,
+    advance,
     assert_same_bits,
     before_call,
     copy_rows,
@@ -63,49 +63,31 @@ def test_messages_leave_early_and_are_awaited_late(shards):
         assert events.index(f"send rows {table} (fetched)") < begin < sent < end < events.index(f"wait rows {table}")
 
 
-def test_checkpoints_reuse_memory_allocated_before_the_clock(shards, here, monkeypatch):
-    """Three checkpoints in a row use one set of tensors, and each has the state of its step bit for bit.
-    Training goes on until the next save, which waits: each write starts only after that one has begun."""
-    events, saves, states, made, save = [], [], {}, [], gpt.Checkpoints.save
-    has_begun = {step: threading.Event() for step in (1, 2, 4, 6)}
-    before_call(monkeypatch, gpt.Checkpoints, "start", lambda *_: events.append("start"))
+def test_checkpoints_are_off_the_clock(shards, here, monkeypatch, now):
+    """The folder is locked before the clock starts. Each checkpoint has the state of its step bit for bit, and the
+    clock stands still while it is written: only three steps take time."""
+    events, states = [], {}
+    before_call(monkeypatch, gpt, "lock_run", lambda _: events.append("lock"))
     before_call(monkeypatch, gpt.Stop, "catch_signals", lambda _: events.append("clock"))
-
-    def note_state(checkpoints, trainer, **more):
-        made.append(checkpoints)
-        has_begun[trainer.progress.step].set()
-        states[trainer.progress.step] = copy_rows(trainer)
-        save(checkpoints, trainer, **more)
-
-    def write_late(checkpoints, folder, *_):
-        step = int(folder.name[5:])
-        saves.append({entry: rows.data_ptr() for entry, rows in checkpoints.copies.items()})
-        assert step in (1, 6) or has_begun[step + 2].wait(60)
-
-    before_call(monkeypatch, gpt.Checkpoints, "write", write_late)
-    monkeypatch.setattr(gpt.Checkpoints, "save", note_state)
+    before_call(monkeypatch, gpt.Checkpoints, "save", lambda _, trainer: states.update({
+        trainer.progress.step: copy_rows(trainer)}))
+    advance(monkeypatch, now, gpt, "write_atomic", 100.0)
+    advance(monkeypatch, now, gpt.Trainer, "train_step", 2.0)
     monkeypatch.setattr(gpt.Checkpoints, "KEPT", 3)
-    run(shards, "--num_iterations=6", "--checkpoint_every=2", AT_THE_END)
-    assert events == ["start", "clock"] and sorted(states) == [2, 4, 6]
-    expected = {entry: rows.data_ptr() for entry, rows in made[0].copies.items()}
-    assert saves == [expected] * 3 and len(set(expected.values())) == len(expected) == len(states[2])
+    result = run(shards, "--num_iterations=6", "--checkpoint_every=2", AT_THE_END)
+    assert events == ["lock", "clock"] and sorted(states) == [2, 4, 6]
+    assert result["train_time_ms"] == 6 * 2000
     for step, state in states.items():
         parts = {entry.rpartition("/")[0]: rows for entry, rows in state.items()}
         assert_same_bits(read_tensors(find_saved(step)), parts)
     assert not [name for name, x in states[6].items() if name.endswith("//0") and torch.equal(x, states[4][name])]
     events.clear()
     run(shards, "--num_iterations=1", AT_THE_END)
-    assert events == ["clock", "start"]  # test_trainer: the save of the last step is not on the clock
+    assert events == ["clock", "lock"]  # test_trainer: the save of the last step is not on the clock
 
 
-class OnGpu(torch.Tensor):
-    """A tensor of the CPU that says that it is on a GPU."""
-
-    is_cuda = True
-
-
-def test_without_pinned_memory_copies_go_on(shards, here, monkeypatch, capsys):
-    """Batches for a GPU and memory for checkpoints are pinned, or a line says once that they cannot be."""
+def test_without_pinned_memory_copies_go_on(monkeypatch, capsys):
+    """Batches for a GPU are pinned, or a line says once that they cannot be."""
     pinned, is_full = [], []
 
     def pin_memory(tensor):
@@ -114,25 +96,16 @@ def test_without_pinned_memory_copies_go_on(shards, here, monkeypatch, capsys):
         pinned.append(tensor.numel())
         return tensor.clone()
 
-    trainer, collect = gpt.Trainer(smoke_config(shards), make_runtime()), gpt.collect_rows
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(gpt, "move_batch", lambda batch, _: batch)
-    monkeypatch.setattr(gpt, "collect_rows", lambda _: {
-        name: rows.as_subclass(OnGpu) for name, rows in collect(trainer).items()})
-    sizes = {name: rows.numel() for name, rows in collect(trainer).items()}
     gpt.print_once.cache_clear()
     capsys.readouterr()
-    for is_full in ([], [True]):
+    for is_full in ([], [True]):  # noqa: B007 (pin_memory() reads it)
         batches = gpt.prefetch(iter([gpt.Batch(*torch.arange(6).view(3, 2))]), SimpleNamespace(type="cuda"))
         assert [batch.doc_ids.tolist() for batch in batches] == [[4, 5]]
-        checkpoints = SimpleNamespace(rt=make_runtime(), folder=here / str(len(is_full)), copies={})
-        gpt.Checkpoints.start(checkpoints, trainer)
-        checkpoints.lock.close()
-        assert {name: rows.numel() for name, rows in checkpoints.copies.items()} == sizes
-        assert pinned == [2, 2, 2, *sizes.values()]
-    assert capsys.readouterr().out == ("copies to and from the GPU are slow: pin_memory fails "
-                                       "(CUDA error: out of memory)\n")
+        assert pinned == [2, 2, 2]
+    assert capsys.readouterr().out == ("copies to the GPU are slow: pin_memory fails (CUDA error: out of memory)\n")
 
 
 class NoteReads(TorchFunctionMode):
