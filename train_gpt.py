@@ -30,6 +30,7 @@ import functools
 import gc
 import glob
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -241,6 +242,8 @@ class Config:
     resume: str = option("", "checkpoint to continue from. auto: the furthest with the same script, options "
                              "and data, if any. A model.pt: begin at step 0 with its weights")
     telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
+    tracker: str = option("off", "also send losses and measurements to this tool. Needs its package",
+                          choices=("off", "trackio", "wandb"))
     guard: bool = option(False, "if training diverges, roll back and raise the precision. It keeps copies "
                          "of model and optimizer state, so an n-gram table above 2 GB is refused")
 
@@ -4901,7 +4904,7 @@ def config_from_dict(values: dict):
 # events. Only rank 0 writes. records/README.md describes the formats.
 
 # Options that change neither weights nor losses. The checkpoint of --resume=PATH is in the key, by itself
-NOT_IN_KEY = ("out", "resume", "checkpoint_every", "telemetry_every")
+NOT_IN_KEY = ("out", "resume", "checkpoint_every", "telemetry_every", "tracker")
 
 
 def make_key(run: dict, *ignored: str):
@@ -5043,7 +5046,7 @@ class RunLog:
     def __init__(self, cfg: Config, rt: Runtime, run: dict, saved: dict, progress):
         """run: description of this run. saved: metadata of the checkpoint from which it continues, or {}."""
         self.cfg, self.rt, self.run, self.progress = cfg, rt, run, progress
-        self.bar = None
+        self.bar = self.tracker = None
         self.files = {}  # by suffix, open from __enter__() on
         self.val_points = list(saved.get("val_points", ()))  # [step, loss, milliseconds]
         self.train_points = list(saved.get("train_points", ()))  # [step, loss], the mean of all ranks
@@ -5057,11 +5060,31 @@ class RunLog:
             self.files[suffix] = open(path, "ab", buffering=0)
         if self.files and not self.files[".txt"].tell():
             self.write(".txt", f"{json.dumps(self.run)}\n{'=' * 100}")
+        if self.rt.is_main and self.cfg.tracker != "off":
+            name = self.cfg.tracker  # trackio and wandb have one interface
+            try:
+                self.tracker = importlib.import_module(name)
+            except ImportError as error:
+                raise RunError(f"--tracker={name} needs its package ({error}): pip install {name}",
+                               2) from None
+            self.call_tracker("init", project="train_gpt", name=self.run["run_id"],
+                              config=self.run["config"])
         return self
+
+    def call_tracker(self, function: str, *args, **options):
+        """Call the tracker, if there is one. If it raises, the run goes on without it, with a line."""
+        if self.tracker is None:
+            return
+        try:
+            getattr(self.tracker, function)(*args, **options)
+        except Exception as error:  # e.g. of its network
+            self.tracker = None
+            self.print(f"--tracker={self.cfg.tracker} is off: {function}() raises {error!r}"[:200])
 
     def __exit__(self, _kind, error, _trace):
         if self.bar is not None:
             self.bar.close()
+        self.call_tracker("finish")
         if isinstance(error, RunError):
             self.write(".txt", str(error))
         elif isinstance(error, Exception):
@@ -5089,7 +5112,10 @@ class RunLog:
         print0(text, self.rt)
 
     def write_event(self, event: str, step: int, **entries):
+        if self.cfg.tracker != "off":
+            self.flush_losses()  # trackers drop steps before the last one
         self.write(".jsonl", json.dumps(dict(event=event, step=step, **entries)))
+        self.call_tracker("log", {event: entries}, step=step)
 
     def print_start(self, *lines: str):
         """Print sizes, choices and further lines, and begin to show progress."""
@@ -5138,6 +5164,7 @@ class RunLog:
         mean = self.rt.comm.all_reduce(torch.stack(losses)) / self.rt.world_size
         for step, loss, seconds in zip(steps, mean.tolist(), times):
             self.train_points.append([step, loss])
+            self.call_tracker("log", dict(train_loss=loss), step=step)
             self.write(".txt", f"step:{step}/{self.cfg.num_iterations} train_time:{1000 * seconds:.0f}ms "
                                f"step_avg:{1000 * seconds / step:.2f}ms train_loss:{loss:.4f}")
             self.check_loss("training", step, loss)

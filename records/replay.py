@@ -74,8 +74,7 @@ def make_options(folder: Path, result: dict, out: str) -> list[str]:
     """The options that repeat a run, with its output in another folder."""
     if "key" in result:
         path = folder.resolve() / f"{result['run_id']}.json"
-        options = [f"--preset={path}", f"--out={out}", "--checkpoint_every=0"]
-        return [*options, "--tracker=off"] if "tracker" in result["config"] else options
+        return [f"--preset={path}", f"--out={out}", "--checkpoint_every=0", "--tracker=off"]
     return [*keep_options(result["argv"]), *(f"--{name}={out}" for name in (
         "records_dir", "logs_dir", "checkpoint_dir") if name in result["config"])]
 

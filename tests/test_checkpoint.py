@@ -563,7 +563,8 @@ def test_the_key_of_a_run(shards, monkeypatch):
     shard_list = gpt.TrainData(cfg, gpt.Schedule(cfg)).shards
     first = make()
     assert re.fullmatch("[0-9a-f]{12}", first["key"])
-    for same in (dict(out="other"), dict(resume="auto"), dict(checkpoint_every=3), dict(telemetry_every=2)):
+    for same in (dict(out="other"), dict(resume="auto"), dict(checkpoint_every=3), dict(telemetry_every=2),
+                 dict(tracker="wandb")):  # fmt: skip
         assert make(**same)["key"] == first["key"] != make(**same)["run_id"]
     for other in (dict(seed=1), dict(head_lr=0.1), dict(num_iterations=13), dict(guard=True), dict(record="x"),
                   dict(track="y"), dict(dtype="bfloat16"), dict(fast=("off",)), dict(val_tokens=2048),

@@ -10,7 +10,7 @@ from conftest import data_args, gpt
 
 # Options that change neither losses nor weights by design
 OUTPUTS = {"track", "record", "out", "checkpoint_every", "resume"}
-OBSERVERS = {"telemetry_every", "guard", "val_loss_every"}
+OBSERVERS = {"telemetry_every", "tracker", "guard", "val_loss_every"}
 SHORT_DATA = {"epochs"}  # acts if the files are too short
 SPEED = {"compile", "warmup_iterations", "micro_batch_tokens"}
 SPEED |= {"fp8_parts", "fp8_head_amax"}  # of FP8, which is off on a CPU unless it is on

@@ -1,11 +1,12 @@
 """Telemetry: each number against an independent computation, and its absence of effects on the run."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import data_args, gpt, make_trainer, read_events, run
+from conftest import advance, data_args, gpt, make_trainer, read_events, run
 from run_ranks import run_ranks
 
 ARGS = ["--preset=smoke_92", "--device=cpu", "--num_iterations=8", "--warmup_iterations=0"]
@@ -122,3 +123,48 @@ def test_two_ranks_report_the_numbers_of_one_rank(shards, tmp_path):
         assert line["groups"].keys() == alone["groups"].keys()
         for group, numbers in line["groups"].items():
             assert numbers == pytest.approx(alone["groups"][group], rel=1e-4)
+
+
+def test_a_tracker_gets_all_events(shards, here, monkeypatch, now, capsys):
+    """wandb and trackio have one interface. A package that is missing ends the run before it trains."""
+    advance(monkeypatch, now, gpt.Trainer, "train_step", 2.0)
+    advance(monkeypatch, now, gpt.Trainer, "validate", 100.0)
+    calls = []
+
+    class Tracker:
+        init = staticmethod(lambda **entries: calls.append(entries))
+        log = staticmethod(lambda entries, step: calls.append((step, entries)))
+        finish = staticmethod(lambda: calls.append("finish"))
+
+    monkeypatch.setitem(sys.modules, "trackio", Tracker)
+    result = run(shards, "--num_iterations=4", "--telemetry_every=2", "--tracker=trackio")
+    assert calls[0]["name"] == result["run_id"] and calls[-1] == "finish"
+    assert [line["seconds"] for line in read_events("telemetry")] == [dict(step=2.0)] * 2
+    written = [(line.pop("step"), {line.pop("event"): line}) for line in read_events()]
+    losses = [(step, {"train_loss": loss}) for step, loss in result["train_points"]]
+    assert [call for call in calls[1:-1] if "train_loss" not in call[1]] == written
+    assert [call for call in calls[1:-1] if "train_loss" in call[1]] == losses and len(losses) == 4
+    assert {next(iter(entries)) for _, entries in written} == {"validation", "telemetry"}
+    steps = [step for step, _ in calls[1:-1]]
+    assert steps == sorted(steps)  # wandb drops a step that is lower than the one before
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    args = ["--preset=smoke", "--device=cpu", "--warmup_iterations=0", "--tracker=wandb"]
+    assert gpt.main([*args, *data_args(shards)]) == 2
+    assert "error: --tracker=wandb needs its package" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("function", ["init", "log", "finish"])
+def test_a_tracker_that_raises_is_off(shards, here, monkeypatch, capsys, function):
+    """With one line. The losses are those of a run without it."""
+    class Tracker:
+        init = log = finish = staticmethod(lambda *_args, **_options: None)
+
+    def fail(*_args, **_options):
+        raise ConnectionError("no network")
+
+    setattr(Tracker, function, staticmethod(fail))
+    monkeypatch.setitem(sys.modules, "trackio", Tracker)
+    result = run(shards, "--num_iterations=3", "--tracker=trackio")
+    out = capsys.readouterr().out
+    assert out.count(f"--tracker=trackio is off: {function}() raises ConnectionError('no network')") == 1
+    assert result["train_points"] == run(shards, "--num_iterations=3")["train_points"]
