@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up and train:       ./run.sh [--option=value ...]     all options of train_gpt.py. NPROC=k sets the number of processes
 # Set up and test:        ./run.sh test [pytest arguments]
-# Set up and run a tool:  ./run.sh records/replay.py --random=1
+# Set up and run a tool:  ./run.sh tools/replay.py --random=1
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # of `sh run.sh`
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)  # relative paths in options start in the current folder
@@ -60,6 +60,9 @@ fi
 export RUN_SH=$0  # printed commands start with it
 if [[ $RUN_SH != */* ]]; then RUN_SH=./$RUN_SH; fi
 if [[ ${1:-} == [^-]*.py ]]; then
+  new=tools/${1##*/}
+  new=${new/make_/} new=${new/run_/}  # names until 2026-11-29
+  [[ -e $root/$1 || ! -e $root/$new ]] || stop "$1 is now $new"
   exec "$python" "$root/$1" "${@:2}"
 fi
 if [[ -z ${NPROC:-} ]]; then  # the visible CUDA devices, rounded down to a power of two, at most 8. One process without CUDA

@@ -468,7 +468,7 @@ RECORD_92_GROUPS = dict(
 
 EMBEDDED_CORPUS = "data/torch_source"  # run.sh makes it from the installed PyTorch: no download needed
 
-# name: (parent, description, differences). Rows of groups replace the parent's. More: records/presets/
+# name: (parent, description, differences). Rows of groups replace the parent's. More: presets/
 PRESETS: dict[str, tuple[str | None, str, dict]] = {
     "record_32": (None, "record 32: 271 M parameters, FineWeb, loss 3.28 on 8xH100", {}),
     "record_92": ("record_32", "record 92, of 2026-08-30: the fastest recipe", dict(
@@ -4670,18 +4670,18 @@ OLD_PRESETS = {"track_1": "record_32", "frontier": "record_92", "smoke_frontier"
 
 
 def load_preset(name: str):
-    """A preset with its parents' values: of PRESETS, records/presets/NAME.json, or a .json file. The file is
+    """A preset with its parents' values: of PRESETS, presets/NAME.json, or a .json file. The file is
     a preset, or the output of --print_config, or the result of a run. The last two have a preset's name."""
     if name in PRESETS:
         parent, _, changes = PRESETS[name]
     else:
         folders = Path(__file__).resolve().parent, Path.cwd()
-        places = [folder / "records/presets" / f"{name}.json" for folder in folders]
+        places = [folder / "presets" / f"{name}.json" for folder in folders]
         path = next(filter(Path.is_file, [*places, Path(name)]), None)
         if path is None:
             old_name = f"now named {OLD_PRESETS[name]}" if name in OLD_PRESETS else "not a preset"
             raise RunError(f"--preset={name} is {old_name}: give {', '.join(PRESETS)}, a name in "
-                           "records/presets, or a .json file", 2)
+                           "presets, or a .json file", 2)
         try:
             content = json.loads(path.read_text())
             if "config" in content or "derived" in content:
@@ -4740,7 +4740,7 @@ def parse_argv(argv: list[str]):
     cfg = load_preset(choose_preset(given.preset, given.device))
 
     parser = Parser("train_gpt.py", "%(prog)s [--option=value ...]    (or torchrun ..., or ./run.sh)",
-                    f"Presets: {', '.join(PRESETS)}, and records/presets. Defaults of {cfg.preset}:",
+                    f"Presets: {', '.join(PRESETS)}, and presets. Defaults of {cfg.preset}:",
                     argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.add_argument("--print_config", action="store_true",
                         help="the config as JSON. Needs no device, and data only for num_iterations=0")
@@ -5549,7 +5549,7 @@ class Checkpoints(AbstractContextManager):
             metadata = json.dumps(dict(self.log.run, is_tied=trainer.model.is_tied, bos=self.bos))
             with file_errors():
                 write_atomic(path, functools.partial(torch.save, dict(metadata=metadata, tensors=tensors)))
-            print0(f"sample:          ./run.sh records/sample.py '{path}' --prompt=...", self.rt)
+            print0(f"sample:          ./run.sh tools/sample.py '{path}' --prompt=...", self.rt)
 
 
 def list_tensors(trainer: Trainer, with_tables: bool):

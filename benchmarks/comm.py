@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, RecordError, at_least, output_file, require_packages, run_guarded
+from tools.common import Parser, RecordError, at_least, output_file, require_packages, run_guarded
 
 with require_packages():
     import numpy as np

@@ -37,7 +37,7 @@ from pydoc_data.topics import topics
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import ROOT, Parser, RecordError, at_least, list_visible, require_packages, run_guarded
+from tools.common import ROOT, Parser, RecordError, at_least, list_visible, require_packages, run_guarded
 
 with require_packages():
     import numpy as np
@@ -47,7 +47,7 @@ with require_packages():
     import train_gpt as gpt
     from data.text import BYTE_BOS, BYTE_VOCAB_SIZE, split_text, write_shard
     from data.tiny_shakespeare import OUT as SHAKESPEARE
-    from records.results import find_crossing
+    from tools.results import find_crossing
 
 MOST_BYTES = 1_115_394  # of tiny Shakespeare
 SHAKESPEARE_PRESET, TARGET = "shakespeare", 1.88

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, at_least, require_packages, run_guarded
+from tools.common import Parser, at_least, require_packages, run_guarded
 
 with require_packages():
     import numpy as np
@@ -29,7 +29,7 @@ with require_packages():
     from tqdm import tqdm
 
     import train_gpt as gpt
-    from records.results import find_crossing
+    from tools.results import find_crossing
 
 
 class PlainBlock(nn.Module):

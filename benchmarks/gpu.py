@@ -28,7 +28,7 @@ from time import monotonic
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import ROOT, Parser, RecordError, at_least, require_packages, run_guarded
+from tools.common import ROOT, Parser, RecordError, at_least, require_packages, run_guarded
 
 with require_packages():
     import torch

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import ROOT, Parser, at_least, output_file, require_packages, run_guarded
+from tools.common import ROOT, Parser, at_least, output_file, require_packages, run_guarded
 
 CARD = next((word[7:] for word in sys.argv if word.startswith("--card=")), "")
 if __name__ == "__main__" and CARD:  # before torch is imported

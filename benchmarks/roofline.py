@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import ROOT, Parser, at_least, require_packages
+from tools.common import ROOT, Parser, at_least, require_packages
 
 with require_packages():
     from benchmarks import simulate_ranks

@@ -17,7 +17,7 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, at_least, require_packages, run_guarded
+from tools.common import Parser, at_least, require_packages, run_guarded
 
 with require_packages():
     import numpy as np
@@ -26,7 +26,7 @@ with require_packages():
 
     import train_gpt as gpt
     from benchmarks.gpt2_baseline import read_tokens
-    from records.sample import generate, load_model, sample_token
+    from tools.sample import generate, load_model, sample_token
 
 TEMPERATURES, TOP_P, TOP_K = (0.6, 0.7, 0.8, 0.9, 1.0), (0.9, 0.95, 1.0), 50
 PROMPT, SAMPLED = 64, 256

@@ -34,7 +34,7 @@ from pathlib import Path
 from time import monotonic
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, Progress, at_least, output_file, require_packages, run_guarded
+from tools.common import Parser, Progress, at_least, output_file, require_packages, run_guarded
 
 with require_packages():
     import torch

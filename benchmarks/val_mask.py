@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, require_packages, run_guarded
+from tools.common import Parser, require_packages, run_guarded
 
 with require_packages():
     import numpy as np
@@ -27,7 +27,7 @@ with require_packages():
     from tqdm import tqdm
 
     import train_gpt as gpt
-    from records.sample import load_model
+    from tools.sample import load_model
 
 
 def list_merges(text: bytes, ids: dict[bytes, int]) -> list[tuple[bytes, bytes, int, bool, bool]]:

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import ROOT, Parser, RecordError, find_launcher, require_packages, run_guarded
+from tools.common import ROOT, Parser, RecordError, find_launcher, require_packages, run_guarded
 
 with require_packages():
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, repo_info

@@ -49,7 +49,7 @@ except ImportError:  # Windows
     fcntl = None
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import ROOT, Parser, RecordError, at_least, find_launcher, require_packages, run_guarded
+from tools.common import ROOT, Parser, RecordError, at_least, find_launcher, require_packages, run_guarded
 
 with require_packages():
     import numpy as np

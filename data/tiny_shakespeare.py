@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import ROOT, Parser, RecordError, find_launcher, require_packages, run_guarded
+from tools.common import ROOT, Parser, RecordError, find_launcher, require_packages, run_guarded
 
 with require_packages():
     import numpy as np

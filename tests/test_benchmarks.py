@@ -9,24 +9,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, advance, call_tool, data_args, gpt, launch, make_runtime, run, smoke_config
+from conftest import ROOT, advance, call_tool, data_args, gpt, launch, make_runtime, run, smoke_config
 from torch.autograd.profiler_util import FunctionEvent
 
 from benchmarks import (
     comm,
     common,
     compare_nanogpt,
-    compare_scripts,
     copy_loss,
     gpt2_baseline,
     gpu,
     roofline,
-    rules,
     sampling,
     step,
 )
-from records import results
-from records.common import run_guarded
+from tools import results
+from tools.common import run_guarded
 
 
 @pytest.mark.slow
@@ -57,19 +55,17 @@ def test_step_compares_profiles_and_predicts(shards, tmp_path):
 
 @pytest.mark.parametrize("tool, option", [
     ("step", "--num_steps=2"), ("step", "--data_ranks=1,0"), ("step", "--compare='a"), ("step", "--num_step=9"), ("step", "--seq_len=100"),
-    ("comm", "--max_mb=-1"), ("compare_scripts", "--rounds=0"), ("copy_loss", "--depth=3"),
+    ("comm", "--max_mb=-1"), ("copy_loss", "--depth=3"),
     ("gpu", "--parts=tests,track_3"), ("gpu", "--seconds=0"), ("gpt2_baseline", "--options=--model_dims=4"),
     ("gpt2_baseline", "--context=10000000"), ("gpt2_baseline", "--num_heads=3"),
-    ("gpt2_baseline", "--beta2=1.5"), ("gpt2_baseline", "--lr=inf"), ("cpu_ablation", "--variant=bare"),
+    ("gpt2_baseline", "--beta2=1.5"), ("gpt2_baseline", "--lr=inf"),
     ("compare_nanogpt", "--only=code,poems"), ("compare_nanogpt", "--shakespeare=nowhere"),
-    ("roofline", "--cards=h200,x1"), ("rules", "--seeds=1"), ("sampling", "--num_samples=0"),
+    ("roofline", "--cards=h200,x1"), ("sampling", "--num_samples=0"),
     ("tune", "--rounds=1"), ("tune", "--num_step=9"), ("tune", "--alternative=--compile=on fast"),
-    ("tune", "--seq_len=100"), ("records.ablate", "--seeds=0"), ("records.ablate", "--extra='a"),
-    ("records.ablate", "--extra=--without=softcap"), ("records.ablate", "--mechanisms=softcup"),
-    ("records.ablate", "--preset=nope"), ("records.run_ladder", "--end_seeds=1.5"),
-    ("records.run_ladder", "--only=target,moun"), ("records.run_ladder", f"--ladder={ROOT}/records"),
-    ("records.replay", "--random=-1"), ("records.replay", "--most_seconds=nan"), ("records.replay", "--all=3"),
-    ("records.validate", "--target=low"), ("records.plot", "--a\nb=x"), ("records.sample", "--temperature=-1")])
+    ("tune", "--seq_len=100"), ("tools.compare", "--pairs=1"), ("tools.ladder", "--end_seeds=1.5"),
+    ("tools.ladder", "--only=target,moun"), ("tools.ladder", f"--ladder={ROOT}/records"),
+    ("tools.replay", "--random=-1"), ("tools.replay", "--most_seconds=nan"), ("tools.replay", "--all=3"),
+    ("tools.validate", "--target=low"), ("tools.plot", "--a\nb=x"), ("tools.sample", "--temperature=-1")])
 def test_bad_options_end_with_one_line(tool, option, monkeypatch, capsys):
     """And with status 2 and no run, for each tool. The line names the option or its value."""
     module, tool = importlib.import_module(tool if "." in tool else f"benchmarks.{tool}"), tool.rpartition(".")[2]
@@ -208,27 +204,6 @@ def test_the_speed_of_stages_of_different_sizes(num_ranks):
     assert ms == {"1: windows 256/128": 1024 / num_ranks, "2: windows 256/128": 2048 / num_ranks}
 
 
-def test_versions_are_compared_by_whole_runs(shards, tmp_path, monkeypatch, capsys):
-    """The script with clocks that advance by 500 and by 250 ms a step, and the second one without updates."""
-    text = (ROOT / "train_gpt.py").read_text()
-    read = "return self.progress.train_time + time.perf_counter() - self.started"
-    assert text.count(read) == 1
-    for name, seconds in (("slow", 0.5), ("quick", 0.25)):
-        version = text.replace(read, f"self.count = getattr(self, 'count', 0) + 1\n        return {seconds} * self.count")
-        if name == "quick":
-            assert version.count(" bucket.update(self.model.calls)") == 1
-            version = version.replace(" bucket.update(self.model.calls)", " pass")
-        (tmp_path / f"{name}.py").write_text(version)
-    words = [str(tmp_path / "slow.py"), str(tmp_path / "quick.py"), "--rounds=1", "--dtypes=float32"]
-    monkeypatch.setattr(sys, "argv", ["compare_scripts.py", *words, *TINY, *data_args(shards), "--num_iterations=4"])
-    assert compare_scripts.main() == 0
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| float32")]
-    assert [row[1:4] for row in rows[:2]] == [["slow.py", "500.0", "1.000 (1.000 to 1.000)"],
-                                              ["quick.py", "250.0", "0.500 (0.500 to 0.500)"]]
-    assert rows[2][1] == "train_gpt.py" and [row[7].startswith("0.0e+00") for row in rows] == [True, False, True]
-    assert all(float(row[4]) > 0 for row in rows)
-
-
 def test_the_mean_of_a_cycle():
     """The median over cycles ignores one slow step. Fewer steps than a cycle are averaged."""
     assert common.time_step([1, 2] * 3 + [1], 2) == 1.5
@@ -355,23 +330,6 @@ def test_the_comparison_of_eight_texts(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compare_nanogpt.py", "--only=code", "--seeds=1"])
     status, out, _ = call_tool(capsys, compare_nanogpt.main)
     assert status == 0 and out.splitlines()[2:] == ["| code: ours | 0 | 30.0 | 1.5000 | 15.0 | 1.2500 | 0.50 |"]
-
-
-def test_rules_compares_on_other_seeds(monkeypatch, capsys):
-    """The seeds that chose a rate are not among those that judge it: the mean is of seeds 2 and 3."""
-    def run(runs, _folder):
-        found = {}
-        for name, seed, _ in runs:
-            loss = float(name.rpartition("_")[2]) + seed  # the lowest rate is the best
-            found.setdefault(name, rules.results.Record(Path(name), [], 0)).results.append(dict(
-                seed=seed, final_val_loss=loss, train_time_ms=1, config={}, val_points=[[2, loss, 1e3]]))
-        return found
-
-    monkeypatch.setattr(rules, "RULES", dict(list(rules.RULES.items())[:1]))
-    monkeypatch.setattr(rules, "run", run)
-    monkeypatch.setattr(rules, "draw", lambda *_: None)
-    rules.compare_rules(2, Path())
-    assert "| muon | 0.0125 (edge of the grid) | 2.513 | 0.707 |" in capsys.readouterr().out
 
 
 def test_the_roofline_adds_up(monkeypatch, capsys):

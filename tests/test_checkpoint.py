@@ -42,7 +42,7 @@ from conftest import (
 )
 from run_ranks import ENVIRONMENT, exact_sums, run_ranks
 
-from records import sample
+from tools import sample
 
 ONE_SEQUENCE = "--micro_batch_tokens=512"
 SMOKE_92 = ["--preset=smoke_92", "--device=cpu", "--warmup_iterations=0", "--val_tokens=1024"]

@@ -88,7 +88,7 @@ def test_an_edit_takes_effect(preset, name, train, tmp_path):
     old, new, fp8_part = EDITS[name]
     text = SCRIPT.read_text()
     assert text.count(old) == 1
-    file = ROOT / "records/presets/smoke_92.json"
+    file = ROOT / "presets/smoke_92.json"
     words = f"--preset={preset if preset == 'smoke' else file}"
     run = functools.partial(train, load(text.replace(old, new), tmp_path / "edited.py"), words)
     if preset not in UNEDITED:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import CPU_FORMS, SCRIPT, gpt, make_runtime, smoke_config
 
-from records.results import load_script
+from tools.results import load_script
 
 pytest.importorskip("triton")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

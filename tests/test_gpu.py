@@ -237,7 +237,7 @@ def test_checkpoints_go_from_gpu_to_cpu_and_back(shards, gpu_run, tmp_path):
 def test_gpu_and_cpu_write_one_text(gpu_run):
     checkpoint = next(gpu_run[1].rglob("step_000020"))
     options = [str(checkpoint), "--prompt=abc", "--temperature=0", "--max_new_tokens=20"]
-    texts = [launch([str(ROOT / "records/sample.py"), *options, f"--device={device}"], gpu_run[1])
+    texts = [launch([str(ROOT / "tools/sample.py"), *options, f"--device={device}"], gpu_run[1])
              for device in ("cpu", "auto")]
     assert texts[0].returncode == 0 and len(texts[0].stdout) > 10, texts[0].stderr
     assert texts[0].stdout == texts[1].stdout

@@ -240,7 +240,7 @@ def test_a_copy_in_an_empty_folder(tmp_path):
     script = shutil.copy(SCRIPT, tmp_path / "train_gpt.py")
     done = run_script(["--preset=smoke"], tmp_path, script=script)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    for name in ("data/text.py", "records/common.py"):
+    for name in ("data/text.py", "tools/common.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(SCRIPT.parent / name, tmp_path / name)
     make_corpus = [sys.executable, "-c", 'import runpy; runpy.run_path("data/text.py")["make_embedded_corpus"]()']

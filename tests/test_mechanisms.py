@@ -6,7 +6,7 @@ import math
 import pytest
 from conftest import CPU_FORMS, gpt, make_runtime, smoke_config, start_prefetcher
 
-from records.ablate import find_parts
+from tools.compare import find_parts
 
 OPTIONS = {
     field.name: field.metadata["off"]
@@ -83,7 +83,7 @@ def test_parts_that_contradict_the_rest_get_the_line_of_the_check(capsys):
     assert len(layers) == 1
 
 
-PARTS = sorted(find_parts(smoke_config(num_layers=5)).keys() - {"fp8"})
+PARTS = sorted({*find_parts(smoke_config(num_layers=5))} - {"fp8"})
 
 
 @pytest.mark.parametrize("part", PARTS)

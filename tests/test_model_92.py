@@ -10,7 +10,7 @@ from conftest import CPU_FORMS, gpt, make_runtime, smoke_run
 from record92_reference import RECORD_92, write_vocabulary
 from run_float64 import Torch
 
-from records.ablate import find_parts
+from tools.compare import find_parts
 
 CPU = torch.device("cpu")
 SMALL = dict(

@@ -13,14 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import ROOT, TINY, call_tool, data_args, gpt, launch, smoke_run
 
-from records import ablate, common, make_leaderboard, plot, replay, results, run_ladder, validate
+from tools import common, leaderboard, plot, replay, results, validate
+from tools import ladder as ladder_tool
 
 SCRIPTS = sorted((ROOT / "records").glob("*/*/train_gpt.py"))
 COMMITTED = results.read_track("*")
-LADDER_SCRIPT = run_ladder.LADDER / "train_gpt.py"
+LADDER_SCRIPT = ladder_tool.LADDER / "train_gpt.py"
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_other_data_are_refused_in_each_comparison(make_record, tool, tmp_path):
         with pytest.raises(results.RecordError, match=words):
             results.compare(left, others[other], kind)
     refused = []
-    assert make_leaderboard.keep_comparable([left, *others], "times", refused.append) == [left, others[2]]
+    assert leaderboard.keep_comparable([left, *others], "times", refused.append) == [left, others[2]]
     assert [line.split(" is not")[0] for line in refused] == [str(text), str(machine)]
     effect = results.compare(left, others[1])
     assert effect.mean == pytest.approx(-0.3) and effect.machines.startswith("cpu was another, here ")
@@ -191,7 +191,7 @@ def test_records_on_other_data_are_left_out_of_a_track(make_record, tool):
     """Their losses are not losses on the data of the target."""
     make_record("ladder/target", [1.3, 1.31, 1.32], LADDER_SCRIPT)
     other, refused = make_record("text", [0.1, 0.11, 0.12], corpus_fingerprint="b" * 16), []
-    text, _, _ = make_leaderboard.make_readme(other.parents[1], refused.append)
+    text, _, _ = leaderboard.make_readme(other.parents[1], refused.append)
     assert "_text" not in text and "2026-01-01_ladder/target" in text and "No record reaches it" in text
     assert refused == [f"{other} has other data than track laptop: give a new --track"]
     assert tool(validate, other)[0] == 2 and tool(validate, other, "--target=0.2")[0] == 0
@@ -237,7 +237,7 @@ def test_the_target_is_the_mean_of_the_rung_that_sets_it(make_record):
     assert [results.find_own_target(records[i]) for i in (-1, 2)] == [(1.01, False), (1.01, True)]
     assert results.find_target("laptop", records) == 1.01
     assert results.find_target("track_1", []) == 3.28 and results.find_target("laptop", records[3:]) is None
-    found = make_leaderboard.read_rungs(records, folders[0].parent, 1.01)
+    found = leaderboard.read_rungs(records, folders[0].parent, 1.01)
     assert [rung.name for rung in found] == ["2024-06-06_adamw_rotary", "2024-10-04_muon"]
     assert found[1].effect.mean == 1.5 and found[1].minutes == 24.9
 
@@ -248,13 +248,13 @@ def test_the_record_that_sets_a_target_makes_no_claim(make_record, tool):
     setting = make_record("ladder/target", losses, LADDER_SCRIPT, val_points=curve)
     records = results.read_track("laptop", setting.parents[2])
     assert results.find_target("laptop", records) == 1.18
-    assert make_leaderboard.find_fastest(records, 1.18) == []
+    assert leaderboard.find_fastest(records, 1.18) == []
     status, out, _ = tool(validate, setting)
     assert status == 0 and "sets the target 1.18, its mean to two decimals" in out and "p = " not in out
-    assert "| sets the target |" in make_leaderboard.make_readme(setting.parents[2])[0]
+    assert "| sets the target |" in leaderboard.make_readme(setting.parents[2])[0]
     other = make_record("other", [1.1751, 1.1752, 1.1754], val_points=curve)
     records = results.read_track("laptop", setting.parents[2])
-    assert [record.folder for record in make_leaderboard.find_fastest(records, 1.18)] == [other]
+    assert [record.folder for record in leaderboard.find_fastest(records, 1.18)] == [other]
 
 
 def test_the_fastest_claim_is_one_that_holds(make_record):
@@ -268,14 +268,14 @@ def test_the_fastest_claim_is_one_that_holds(make_record):
         changes = machine if name == "elsewhere_x" else {}
         folder = make_record(name, seeds, val_points=[[0, 5.39, 0], [8, *ends[name]]], **changes)
     records = results.read_track("laptop", folder.parent.parent)
-    fastest = make_leaderboard.find_fastest(records, 1.39)
+    fastest = leaderboard.find_fastest(records, 1.39)
     assert [record.folder.name[11:] for record in fastest] == ["fast", "elsewhere_x"]
-    line, other = make_leaderboard.format_claims(records, 1.39).splitlines()
+    line, other = leaderboard.format_claims(records, 1.39).splitlines()
     seconds = 60 * 4 / 4.39  # from 5.39 to 1.39, of the way to 1.0
     assert f"`2026-01-01_fast`](laptop/2026-01-01_fast) reaches it after {seconds:.0f} s" in line
     assert "9 threads of another, float32, PyTorch" in other
     none = [record for record in records if record.folder.name.endswith("e")]
-    assert make_leaderboard.format_claims(none, 1.39).startswith("No record reaches it")
+    assert leaderboard.format_claims(none, 1.39).startswith("No record reaches it")
 
 
 def test_curves_of_records_and_of_plain_runs_are_drawn(real_record, tool, tmp_path):
@@ -292,8 +292,7 @@ def test_curves_of_records_and_of_plain_runs_are_drawn(real_record, tool, tmp_pa
     for name, paths in dict(record=[real_record], runs=plain).items():
         assert tool(plot, *paths, f"--out={tmp_path}/{name}.svg")[0] == 0
         assert (tmp_path / f"{name}.svg").stat().st_size > 1000
-        assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
-    assert tool(plot, ROOT / "records/presets/d12.json", f"--out={tmp_path}/d")[0] == 2 and not (tmp_path / "d.svg").exists()
+    assert tool(plot, ROOT / "presets/d12.json", f"--out={tmp_path}/d")[0] == 2 and not (tmp_path / "d.svg").exists()
 
 
 @pytest.mark.parametrize("seconds", [dict(step=3.0), {"forward and backward": 2.0, "optimizer": 1.0}])
@@ -321,16 +320,16 @@ def test_telemetry_of_new_and_old_scripts_is_drawn(seconds, tmp_path, monkeypatc
 
 
 def test_the_leaderboard_is_up_to_date(tmp_path):
-    text, blocks, picture = make_leaderboard.make_readme(ROOT / "records")
-    assert (ROOT / "records" / "README.md").read_text() == text, "run records/make_leaderboard.py"
+    text, blocks, picture = leaderboard.make_readme(ROOT / "records")
+    assert (ROOT / "records" / "README.md").read_text() == text, "run tools/leaderboard.py"
     found = set()
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         text = page.read_text()
-        assert make_leaderboard.fill_blocks(text, blocks) == text, "run records/make_leaderboard.py"
-        found |= {match[2] for match in make_leaderboard.BLOCK.finditer(text)}
+        assert leaderboard.fill_blocks(text, blocks) == text, "run tools/leaderboard.py"
+        found |= {match[2] for match in leaderboard.BLOCK.finditer(text)}
     assert found == blocks.keys()
     plot.plot_ladder(*picture, tmp_path / "ladder")
-    _, blocks = make_leaderboard.read_blocks(results.read_track("*", ROOT / "records"))
+    _, blocks = leaderboard.read_blocks(results.read_track("*", ROOT / "records"))
     plot.plot_times(blocks, tmp_path / "frontier")
     for name in ("ladder.svg", "frontier.svg"):
         assert (tmp_path / name).read_text() == (ROOT / "records" / name).read_text()
@@ -338,7 +337,7 @@ def test_the_leaderboard_is_up_to_date(tmp_path):
 
 def test_pictures_are_of_the_present_presets(tmp_path):
     """The last curve is `laptop` beside the newest published record. docs/run.svg is drawn from docs/run.jsonl."""
-    name, (_, _, number, _) = list(make_leaderboard.CURVES.items())[-1]
+    name, (_, _, number, _) = list(leaderboard.CURVES.items())[-1]
     (then,) = {json.dumps(result["config"]["derived"]) for result in
                results.read_record(results.RECORDS / "laptop" / name).results}
     then, now = json.loads(then), gpt.derived_numbers(gpt.make_config({"preset": "laptop"}), 1)
@@ -464,46 +463,11 @@ def test_a_signal_ends_the_running_processes(number, tmp_path, capfd):
     assert capfd.readouterr().err.splitlines()[-1] == "x.py: interrupted. Runs are kept"
 
 
-def test_an_ablation_corrects_its_verdicts(real_record, tmp_path, tool):
-    """Gaps of 1, 1.001 and 1.002 help with p = 3e-7. All runs are finished, so none starts."""
-    (path,) = real_record.glob("*.json")
-    folder = ablate.find_folder(tmp_path, (ROOT / "train_gpt.py").read_bytes(), "smoke", [], 1)
-    for name, loss in dict(whole_preset=1.0, softcap=2.0, muon=0.5).items():
-        (folder / name / "logs").mkdir(parents=True)
-        for seed in range(3):
-            made = json.loads(path.read_text()) | dict(seed=seed)
-            made["final_val_loss"], made["config"]["seed"] = loss + seed + seed * loss / 1000, seed
-            (folder / name / "logs" / f"{seed}.json").write_text(json.dumps(made))
-    args = "--preset=smoke", f"--logs_dir={tmp_path}"
-    status, out, _ = tool(ablate, *args, "--mechanisms=softcap,muon")
-    helps, hurts = out.splitlines()[-2:]
-    assert status == 0 and helps == "| softcap | +1.0010 | +0.9985 to +1.0035 | 3 | 6.7e-07 | helps |"
-    assert hurts.startswith("| muon | -0.5005 | ") and hurts.endswith(" | hurts |")
-    _, out, _ = tool(ablate, *args, "--mechanisms=softcap", "--seeds=1")  # of the three of an earlier call
-    assert "loss 1.0000 over 1 seed\n" in out
-    assert out.endswith("| softcap | +1.0000 |  | 1 |  | one seed: no test possible |\n")
-    edit_json(folder / "softcap/logs", lambda result: result.update(corpus_fingerprint="b"), is_last=False)
-    status, _, err = tool(ablate, *args, "--mechanisms=softcap")
-    assert status == 2 and "softcap/logs is not comparable with" in err
-
-
-def test_parallel_runs_of_an_ablation_have_another_folder(tmp_path):
-    """They get fewer threads, so their losses may have other bits."""
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        alone, parallel = (ablate.find_folder(tmp_path, b"", "smoke", [], jobs) for jobs in (1, 64))
-        torch.set_num_threads(results.count_threads(64))
-        assert ablate.find_folder(tmp_path, b"", "smoke", [], 1) == parallel != alone
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.mark.slow
 def test_the_ladder_goes_on_where_it_was_interrupted(shards, tmp_path):
     """The ladder's script makes a missing run, and the run is in its rung without a script."""
     extra = ["--num_iterations=1", "--val_tokens=8192", "--val_loss_every=0", "--num_layers=1"]
-    command = [str(ROOT / "records/run_ladder.py"), "--only=target,muon", "--seeds=1", "--end_seeds=1"]
+    command = [str(ROOT / "tools/ladder.py"), "--only=target,muon", "--seeds=1", "--end_seeds=1"]
     command += [f"--logs_dir={tmp_path}/trials", f"--extra={' '.join([*extra, *data_args(shards)])}"]
     done = launch(command, ROOT)
     assert done.returncode == 0, done.stderr
@@ -522,12 +486,12 @@ def test_the_ladder_goes_on_where_it_was_interrupted(shards, tmp_path):
 def test_a_ladder_that_lists_its_rungs():
     """The numbers of the newest ladder, computed again."""
     records = results.read_track("laptop")
-    folder, blocks = make_leaderboard.read_blocks(records)
-    assert run_ladder.plan_runs(*run_ladder.read_presets(folder), 0, 1) == [
+    folder, blocks = leaderboard.read_blocks(records)
+    assert ladder_tool.plan_runs(*ladder_tool.read_presets(folder), 0, 1) == [
         ("record_32", "laptop_32", 0), ("tables", "laptop", 0)]
     target, setting = results.find_target("laptop", records), results.find_setting(records)
     losses = {name: block.losses for name, block in blocks.items()}
-    text = make_leaderboard.format_blocks(folder, blocks, target)
+    text = leaderboard.format_blocks(folder, blocks, target)
     first, last = (list(losses[name].values()) for name in ("record_32", "tables"))
     assert setting is blocks["record_32"] and target == round(statistics.mean(first), 2)
     assert f"is lower by {statistics.mean(a - b for a, b in zip(first, last)):.3f} [" in text

@@ -5,17 +5,17 @@ import json
 import pytest
 from conftest import ROOT, gpt
 
-from records import scale_by_depth as tool
+from tools import scale_by_depth as tool
 
 
 @pytest.fixture
 def config_of(tmp_path, monkeypatch):
     """A function that returns the config of a preset that the tool makes. Presets are found below this folder."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "records/presets").mkdir(parents=True)
+    (tmp_path / "presets").mkdir(parents=True)
 
     def make(depth: int, **options):
-        (tmp_path / "records/presets/deep.json").write_text(json.dumps(tool.scale_by_depth(depth, **options)))
+        (tmp_path / "presets/deep.json").write_text(json.dumps(tool.scale_by_depth(depth, **options)))
         return gpt.make_config({"preset": "deep"})
 
     return make
@@ -86,11 +86,11 @@ def test_depth_with_other_rules_and_batches(config_of):
 @pytest.mark.parametrize("depth", [12, 24, 26])
 def test_the_presets_in_the_repository(depth, tmp_path, monkeypatch, capsys):
     """The tool writes each again."""
-    (tmp_path / "records/presets").mkdir(parents=True)
-    (tmp_path / "records/presets/muonh.json").write_text((ROOT / "records/presets/muonh.json").read_text())
+    (tmp_path / "presets").mkdir(parents=True)
+    (tmp_path / "presets/muonh.json").write_text((ROOT / "presets/muonh.json").read_text())
     monkeypatch.setattr(tool, "ROOT", tmp_path)
     assert tool.main([str(depth)]) == 0
-    name = f"records/presets/d{depth}.json"
+    name = f"presets/d{depth}.json"
     assert json.loads((tmp_path / name).read_text()) == json.loads((ROOT / name).read_text())
     assert gpt.make_config({"preset": f"d{depth}"}).num_layers == depth
 

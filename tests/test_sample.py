@@ -23,7 +23,7 @@ from conftest import (
     write_shard,
 )
 
-from records import sample as tool
+from tools import sample as tool
 
 TRAIN, PLAIN = [*TINY, AT_THE_END], gpt.Operations()
 
@@ -229,7 +229,7 @@ def test_a_prompt_of_any_bytes(checkpoint, capsys, tmp_path):
 
 def test_a_terminal_without_unicode(here):
     """It gets escapes."""
-    code = "from records import common; common.run_guarded(lambda: print('Gr\\xfcn'))"
+    code = "from tools import common; common.run_guarded(lambda: print('Gr\\xfcn'))"
     done = launch(["-c", code], ROOT, env={"PYTHONIOENCODING": "ascii"})
     assert (done.stdout, done.stderr) == ("Gr\\xfcn\n", "")
 

@@ -9,8 +9,8 @@ import pytest
 from conftest import TINY, call_tool, gpt, run, smoke_config
 
 from data import text, tiny_shakespeare
-from records import results
-from records.common import RecordError
+from tools import results
+from tools.common import RecordError
 
 CONTENT = bytes(range(32, 127)) * 30  # 2850 bytes
 

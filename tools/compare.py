@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import (
+from tools.common import (
     ROOT,
     Parser,
     Progress,
@@ -54,7 +54,7 @@ with require_packages():
     from scipy import stats
 
     import train_gpt as gpt
-    from records import results
+    from tools import results
 
 FIRST_LOOK, MOST_PAIRS, ERROR = 3, 12, 0.01  # error: of all looks together
 SCALES = (0.9, 1.1)  # of the base's steps, for the worth of a nat
@@ -96,7 +96,7 @@ def read_side(text: str, common: list[str]) -> Side:
     path = Path(word)
     preset = []
     source = (ROOT / "train_gpt.py").read_bytes()
-    if word in gpt.PRESETS or (ROOT / f"records/presets/{word}.json").exists():
+    if word in gpt.PRESETS or (ROOT / f"presets/{word}.json").exists():
         preset = [f"--preset={word}"]
     elif word and path.is_dir() and list_visible(path, "*.json"):
         result = results.read_record(path).results[0]
@@ -119,16 +119,21 @@ def read_side(text: str, common: list[str]) -> Side:
     return Side(text, source, tuple(options))
 
 
-def list_parts(base: Side) -> list[Side]:
-    """The base without each of the parts that it has."""
-    cfg = gpt.make_config(gpt.parse_argv(list(base.options)))
-    sides = []
+def find_parts(cfg: gpt.Config) -> list[str]:
+    """The parts that a config has and can leave out, see --without."""
+    names = []
     for name, changes in sorted(gpt.list_parts().items()):
         changed = gpt.change_options(cfg, changes)
         if changed != cfg and not any(is_wrong for is_wrong, _ in gpt.find_problems(changed)):
-            option = f"--without={name}"
-            sides.append(Side(option, base.source, (*base.options, option)))
-    return sides
+            names.append(name)
+    return names
+
+
+def list_parts(base: Side) -> list[Side]:
+    """The base without each of its parts."""
+    cfg = gpt.make_config(gpt.parse_argv(list(base.options)))
+    options = [f"--without={name}" for name in find_parts(cfg)]
+    return [Side(option, base.source, (*base.options, option)) for option in options]
 
 
 # ---- runs -------------------------------------------------------------------------------------------------
@@ -160,10 +165,10 @@ def train(side: Side, seed: int, extra: list[str], cache: Path) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "train_gpt.py")
         script.write_bytes(side.source)
-        for name in ("data", "records/presets"):  # relative paths, and presets beside the script
+        for name, target in dict(data="data", presets="presets", **{"records/presets": "presets"}).items():
             link = Path(folder, name)
             link.parent.mkdir(exist_ok=True)
-            link.symlink_to(ROOT / name)
+            link.symlink_to(ROOT / target)
         command = [sys.executable, str(script), *side.options, *extra, f"--seed={seed}"]
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,8 +1,8 @@
 """Test record folders over their seeds.
 
     ladder=records/laptop/2026-11-21_ladder
-    python records/validate.py $ladder/sigmoid_skips
-    python records/validate.py $ladder/muon --baseline=$ladder/adamw_rotary
+    python tools/validate.py $ladder/sigmoid_skips
+    python tools/validate.py $ladder/muon --baseline=$ladder/adamw_rotary
 
 Prints for each folder the number of runs, mean, standard deviation and minimum of the final validation loss,
 the one-sided t-test of the mean against the track's target, and the training time. Resumed runs and runs in
@@ -20,12 +20,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, at_least, require_packages, run_guarded
+from tools.common import Parser, at_least, require_packages, run_guarded
 
 with require_packages():
     import scipy.stats  # noqa: F401  # results.py imports it later
 
-    from records import results
+    from tools import results
 
 
 def format_record(record: results.Record, target: float | None, sets_target: bool = False

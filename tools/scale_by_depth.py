@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write a preset for a model of any depth. All other sizes follow from the depth.
 
-    python records/scale_by_depth.py 24      # as nanochat scales it. Writes records/presets/d24.json
-    python records/scale_by_depth.py 24 --rule=normuonh --name=d24_muonh  # with the recipe of preset muonh
+    python tools/scale_by_depth.py 24      # as nanochat scales it. Writes presets/d24.json
+    python tools/scale_by_depth.py 24 --rule=normuonh --name=d24_muonh  # with the recipe of preset muonh
     python train_gpt.py --preset=d24
 
 A model has 64 * depth channels, rounded up to a multiple of 128. Batch, learning rates and decay are scaled
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import ROOT, Parser, at_least, require_packages, run_guarded
+from tools.common import ROOT, Parser, at_least, require_packages, run_guarded
 
 with require_packages():
     import train_gpt as gpt
@@ -37,7 +37,7 @@ def scale_by_depth(depth: int, rule: str = "muon", tokens_per_param: float = 12.
     batch_scale, width_scale = (batch / 2**19) ** 0.5, (width / 768) ** -0.5
     num_iterations = max(1, int(tokens_per_param * num_params / batch))
     keeps_norm, is_muon = gpt.RULES[rule].keeps_norm, "muon" in rule or rule == "anvil"
-    muonh = json.loads((ROOT / "records/presets/muonh.json").read_text())["options"]
+    muonh = json.loads((ROOT / "presets/muonh.json").read_text())["options"]
     recipe = muonh if keeps_norm else dict(
         lr_warmup_frac=min(0.1, 40 / num_iterations), cooldown_frac=0.65, final_lr_frac=0.05,
         momentum=[0.85, 0.97], momentum_warmup_steps=400, decay="cautious", decay_schedule="cosine",
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         preset = scale_by_depth(args.depth, args.rule, args.tokens_per_param, args.tokens_per_step,
                                 args.vocab_size)
         gpt.check(gpt.change_options(gpt.load_preset("record_32"), preset["options"]))
-        path = ROOT / "records/presets" / f"{args.name or f'd{args.depth}'}.json"
+        path = ROOT / "presets" / f"{args.name or f'd{args.depth}'}.json"
         rows = re.compile(r"{[^][{}]*}|\[[^][{}]*\]")  # innermost objects and lists: one line each
         text = rows.sub(lambda row: re.sub(r"\n\s*", "", re.sub(r",\n\s*", ", ", row[0])),
                         json.dumps(preset, indent=1))

@@ -1,10 +1,10 @@
 """Run a laptop ladder: each rung over several seeds, with the frozen script of its folder.
 
-    python records/run_ladder.py                 # missing runs of the committed ladder. All take two hours
-    python records/run_ladder.py --only=adamw_rotary,sigmoid_skips --end_seeds=12
-    python records/run_ladder.py --ladder=records/laptop/2026-11-22_frontier
+    python tools/ladder.py                 # missing runs of the committed ladder. All take two hours
+    python tools/ladder.py --only=adamw_rotary,sigmoid_skips --end_seeds=12
+    python tools/ladder.py --ladder=records/laptop/2026-11-22_frontier
 
-    python records/run_ladder.py --only=muon --extra='--matrix_lr=0.03'    # a trial, in logs/trials
+    python tools/ladder.py --only=muon --extra='--matrix_lr=0.03'    # a trial, in logs/trials
 
 The order is seed by seed over all rungs, so that a drift of the machine's speed affects all rungs equally.
 Finished runs are kept. After an interruption the command continues with the interrupted run. Runs with
@@ -21,10 +21,10 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, RecordError, at_least, list_visible, require_packages, run_guarded
+from tools.common import Parser, RecordError, at_least, list_visible, require_packages, run_guarded
 
 with require_packages():
-    from records import replay, results
+    from tools import replay, results
 
 LADDER = results.RECORDS / "laptop" / "2026-11-21_ladder"
 
@@ -113,12 +113,12 @@ def main() -> None:
     # on the file system of the rungs, so that a move is atomic. The script reads data/ and writes records/
     with tempfile.TemporaryDirectory(dir=ladder, suffix=".partial") as place:
         Path(place, "records").mkdir()
-        for name in ("data", "records/presets"):
-            Path(place, name).symlink_to(results.ROOT / name)
-        results.run_missing(runs, done.__getitem__, source, "run_ladder.py", Path(place),
+        Path(place, "data").symlink_to(results.ROOT / "data")
+        Path(place, "records", "presets").symlink_to(results.ROOT / "presets")  # where its script looks
+        results.run_missing(runs, done.__getitem__, source, "ladder.py", Path(place),
                             lambda name, _: keep_run(Path(place), ladder / name))
     if args.extra:
-        print(f"the trial: python records/validate.py {shlex.quote(str(ladder))}/*/")
+        print(f"the trial: python tools/validate.py {shlex.quote(str(ladder))}/*/")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Draw record folders, results of any runs, or their telemetry, as PNG and SVG.
 
-    python records/plot.py records/laptop/*_ladder/{target,sigmoid_skips} --out=curves
-    python records/plot.py logs/*.json --out=curves
-    python records/plot.py logs/*.jsonl --out=runs
+    python tools/plot.py records/laptop/*_ladder/{target,sigmoid_skips} --out=curves
+    python tools/plot.py logs/*.json --out=curves
+    python tools/plot.py logs/*.jsonl --out=runs
 
 Folders: validation loss against training time and against tokens, with a line for each run, a color for each
 folder, and a dashed target. Results: also the training loss, thin, and each run is named by the options in
 which the runs differ. Runs with --telemetry_every: four panels each, with losses, gradient norms and
 update ratios by parameter group, and the time of a step, which older scripts divided into parts.
-make_leaderboard.py draws its pictures with plot_ladder() and plot_times().
+leaderboard.py draws its pictures with plot_ladder() and plot_times().
 """
 
 import csv
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, RecordError, output_file, require_packages, run_guarded, warn
+from tools.common import Parser, RecordError, output_file, require_packages, run_guarded, warn
 
 with require_packages():
     import matplotlib
@@ -35,7 +35,7 @@ with require_packages():
     import numpy as np
 
     import train_gpt as gpt
-    from records import results
+    from tools import results
 
 plt.rcParams.update({
     "svg.hashsalt": "records", "font.size": 9, "lines.linewidth": 1.6, "legend.frameon": False,
@@ -98,12 +98,10 @@ def count_tokens_at(schedule, cfg, steps: list[int]) -> list[float]:
 
 
 def save(figure: plt.Figure, out: Path) -> None:
-    """Write a figure as PNG and SVG. The bytes are reproducible."""
-    for kind, options in (("svg", dict(metadata={"Date": None, "Creator": None})),
-                          ("png", dict(metadata={"Software": None}, dpi=160))):
-        picture = io.BytesIO()
-        figure.savefig(picture, format=kind, **options)
-        gpt.write_atomic(out.with_name(f"{out.name}.{kind}"), picture.getvalue())
+    """Write a figure as SVG. The bytes are reproducible."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="svg", metadata={"Date": None, "Creator": None})
+    gpt.write_atomic(out.with_name(f"{out.name}.svg"), picture.getvalue())
     plt.close(figure)
 
 
@@ -329,7 +327,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.out.name:
         raise RecordError(f"--out={args.out} is no name for a picture: give one like --out=curves")
-    out = args.out.with_suffix("") if args.out.suffix in (".png", ".svg") else args.out
+    out = args.out.with_suffix("") if args.out.suffix == ".svg" else args.out
     if all(path.suffix == ".jsonl" for path in args.paths):
         plot_runs(args.paths, out)
     elif all(path.suffix == ".json" for path in args.paths):
@@ -348,7 +346,7 @@ def main() -> None:
         except RecordError as error:
             warn(f"no target is drawn: {error}")
         plot_curves(records, target, out)
-    print(f"{out}.png and {out}.svg")
+    print(f"{out}.svg")
 
 
 if __name__ == "__main__":

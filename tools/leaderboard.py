@@ -1,6 +1,6 @@
 """Write records/README.md, its pictures and the marked blocks of README.md and docs/*.md.
 
-    python records/make_leaderboard.py
+    python tools/leaderboard.py
 
 Run it after adding a record or changing a preset. A test fails if the pages are out of date. The numbers
 come from the json files of the runs and from the presets, and the published minutes from published.csv. A
@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, RecordError, list_visible, require_packages, run_guarded, warn
+from tools.common import Parser, RecordError, list_visible, require_packages, run_guarded, warn
 
 with require_packages():
     from scipy import stats
 
     import train_gpt as gpt
-    from records import plot, results
+    from tools import plot, results
 
 HEAD = """# Records
 
-`python records/make_leaderboard.py` writes this page from the json files in these folders. Edits are lost.
+`python tools/leaderboard.py` writes this page from the json files in these folders. Edits are lost.
 A folder holds the script that ran, and the log and the result of each run. A ladder has a folder for each of
-its rungs. `python records/replay.py FOLDER` repeats a record and compares the losses. To repeat it manually,
+its rungs. `python tools/replay.py FOLDER` repeats a record and compares the losses. To repeat it manually,
 with its files in `logs/`, run `python records/<track>/<folder>/train_gpt.py <argv of its json> --record=`.
 
 Verdicts on changes are "helps" and "hurts" if p < 0.05 after Holm's correction for the number of rows in the
@@ -68,12 +68,12 @@ Every rung is a preset of the ladder's script. `<date>_<name>` is the published 
 python records/{ladder}/train_gpt.py --list_presets
 python records/{ladder}/train_gpt.py --preset=2024-11-10_unet_skips
 python records/{ladder}/train_gpt.py --preset=laptop_2024-11-10_unet_skips
-python records/replay.py records/{ladder}/unet_skips
-python records/run_ladder.py --only=unet_skips --seeds=4
+python tools/replay.py records/{ladder}/unet_skips
+python tools/ladder.py --only=unet_skips --seeds=4
 ```
 
 The fourth line repeats a rung's record, and the fifth gives the rung a fourth seed. On another machine than
-the rung's, both stop with an error before any run. With `--extra`, which adds options, `run_ladder.py` makes
+the rung's, both stop with an error before any run. With `--extra`, which adds options, `ladder.py` makes
 a trial in `logs/trials` and does not change the ladder. The script reads `data/` and writes `logs/` in the
 current folder. On eight GPUs use `torchrun --standalone --nproc_per_node=8` instead of `python`.
 
@@ -124,7 +124,7 @@ In the table, p is a one-sided t-test of the mean against the track's target. "H
 the rung before, corrected for the {num_effects} effects of the table.
 
 ```
-python records/run_ladder.py --ladder=records/laptop/{folder}
+python tools/ladder.py --ladder=records/laptop/{folder}
 ```
 
 ![record 89, block by block](frontier.svg)
@@ -157,7 +157,7 @@ CURVES = {  # of the picture: label, its place (seconds, loss), number and label
     "2026-11-22_frontier/tables": ("with record 89's blocks", (91, 0.885), 89, ""),
     "2026-11-28_six_grams": ("laptop now", (5, 0.93), 92, "record 92: {:.2g} min\nhere: record_92"),
 }
-BLOCK = re.compile(r"(<!-- (\w+): written by records/make_leaderboard.py -->\n)(.*?)(?=<!-- end of \2 -->)",
+BLOCK = re.compile(r"(<!-- (\w+): written by tools/leaderboard.py -->\n)(.*?)(?=<!-- end of \2 -->)",
                    re.DOTALL)
 SHOWN_PRESETS = "record_32", "record_92", "track_2", "laptop_32", "laptop", "shakespeare", "quick"
 PRESETS_HEAD = """\
@@ -484,12 +484,12 @@ def main() -> int:
     if picture:
         warn("drawing ladder")
         plot.plot_ladder(*picture, args.records_dir / "ladder")
-        written += [f"{args.records_dir / 'ladder'}.svg and .png"]
+        written += [f"{args.records_dir / 'ladder'}.svg"]
     blocks = read_blocks(records, lambda line: None)
     if blocks:
         warn("drawing frontier")
         plot.plot_times(blocks[1], args.records_dir / "frontier")
-        written.append(f"{args.records_dir / 'frontier'}.svg and .png")
+        written.append(f"{args.records_dir / 'frontier'}.svg")
     root = args.records_dir.resolve().parent
     for page in [*list_visible(root, "README.md"), *list_visible(root, "docs/*.md")]:
         filled = fill_blocks(page.read_text(), blocks_of_pages)

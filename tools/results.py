@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import train_gpt as gpt
-from records.common import ROOT, Progress, RecordError, list_visible, warn
+from tools.common import ROOT, Progress, RecordError, list_visible, warn
 
 RECORDS = ROOT / "records"
 PUBLISHED_TARGETS = {"track_1": 3.28, "track_2": 2.92, "shakespeare": 1.4697}

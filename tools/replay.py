@@ -1,8 +1,8 @@
 """Repeat runs of records and compare. On the recorded CPU and PyTorch all losses are equal bits.
 
-    python records/replay.py records/laptop/2026-11-21_ladder/muon    # each run of the folder
-    python records/replay.py --random=1 --most_seconds=45    # one of the runs in records/ of at most 45 s
-    python records/replay.py --all                           # all of records/, takes hours
+    python tools/replay.py records/laptop/2026-11-21_ladder/muon    # each run of the folder
+    python tools/replay.py --random=1 --most_seconds=45    # one of the runs in records/ of at most 45 s
+    python tools/replay.py --all                           # all of records/, takes hours
 
 The record's script runs in the root of the repository with the recorded options, always from the first step.
 The result goes to a temporary folder. A result with a key is repeated by --preset=<run_id>.json, an older
@@ -24,13 +24,13 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, RecordError, at_least, list_visible, require_packages, run_guarded, warn
+from tools.common import Parser, RecordError, at_least, list_visible, require_packages, run_guarded, warn
 
 with require_packages():
     from tqdm import tqdm
 
     import train_gpt as gpt
-    from records import results
+    from tools import results
 
 DROPPED = {"resume", "time_limit", "checkpoint_every", "tracker"}  # options of argv that are not repeated
 

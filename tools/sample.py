@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Write text with a trained model.
 
-    python records/sample.py checkpoints --prompt='def '        # the newest model or checkpoint of a folder
-    python records/sample.py checkpoints/<key>/<run_id>/model.pt --num_samples=3
-    python records/sample.py checkpoints --prompt=- < story.txt # the prompt from standard input
+    python tools/sample.py checkpoints --prompt='def '        # the newest model or checkpoint of a folder
+    python tools/sample.py checkpoints/<key>/<run_id>/model.pt --num_samples=3
+    python tools/sample.py checkpoints --prompt=- < story.txt # the prompt from standard input
 
 The tokenizer follows from the vocabulary size: bytes, or GPT-2's if tiktoken is installed. Without one the
 prompt and the text are token ids. Each new token recomputes the whole text, in float32.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from records.common import Parser, at_least, list_visible, require_packages, run_guarded
+from tools.common import Parser, at_least, list_visible, require_packages, run_guarded
 
 with require_packages():
     import torch
