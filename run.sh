@@ -11,17 +11,21 @@ export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
 export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-1073741824}
 export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-2147483647}
 
-requirements=$root/requirements.txt packages=(numpy huggingface_hub tqdm)
-if [[ ${1:-} == test || ${1:-} == [^-]*.py ]]; then
-  requirements=$root/requirements-dev.txt
-  packages+=(pytest xdist ruff scipy matplotlib triton)
-fi
+trap 'exit 130' INT  # also while a program runs that ends with another status
 
-has_packages() {  # whether this is Python 3.11 or later with PyTorch 2.11 or later and the packages
-  "$1" -c 'import importlib, sys, torch
-for name in sys.argv[1:]: importlib.import_module(name)
-torch_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-sys.exit(sys.version_info < (3, 11) or torch_version < (2, 11))' "${@:2}" >/dev/null 2>&1
+requirements=$root/requirements.txt packages=(numpy huggingface_hub tqdm)
+case ${1:-} in
+  test) requirements=$root/requirements-dev.txt packages+=(scipy matplotlib pytest xdist ruff triton) ;;
+  tools/sample.py) ;;
+  tools/*.py | benchmarks/*.py) requirements=$root/requirements-tools.txt packages+=(scipy matplotlib) ;;
+esac
+
+has_packages() {  # whether this is Python 3.11 or later with PyTorch 2.11 or later and the packages. Imports none
+  "$1" -c 'import sys
+from importlib import metadata, util
+torch_version = tuple(int(part) for part in metadata.version("torch").split(".")[:2])
+sys.exit(sys.version_info < (3, 11) or torch_version < (2, 11) or not all(map(util.find_spec, sys.argv[1:])))
+' "${@:2}" >/dev/null 2>&1
 }
 has_module() {  # whether this is Python 3.11 or later with a module of the standard library, or pip
   "$1" -c 'import importlib, sys

@@ -3068,10 +3068,11 @@ def choose_fast_forms(cfg: Config, rt: Runtime):
 
     # Forms of edited functions are off
     for function, digest in compute_digests().items():
+        if digest == DIGESTS[function]:
+            continue
         off = [name for name in names if function in FORMS[name]]
-        if off and digest != DIGESTS[function]:
-            names = [name for name in names if name not in off]
-            lines.append(f"{function} was edited: without fast forms {', '.join(off)}")
+        names = [name for name in names if name not in off]
+        lines.append(f"{function} was edited: without fast forms {', '.join(off) or '(it has none here)'}")
 
     # Forms with other results are off: first in float32 up to 1 %, then in this run's dtype and with FP8
     fp8_names = [name for name in names if name in FP8_FORMS]
@@ -5041,7 +5042,7 @@ class RunLog:
     """Log lines, events, progress and result of a run. Without a terminal it prints at most 19 progress
     lines."""
 
-    LOSSES_AT_ONCE = 20  # losses that a GPU keeps before it hands them over, and in the printed mean
+    LOSSES_AT_ONCE = 20  # losses that a GPU keeps before it hands them over, and at most in the printed mean
 
     def __init__(self, cfg: Config, rt: Runtime, run: dict, saved: dict, progress):
         """run: description of this run. saved: metadata of the checkpoint from which it continues, or {}."""
@@ -5146,13 +5147,15 @@ class RunLog:
         if self.rt.device.type == "cpu" or len(self.waiting) == self.LOSSES_AT_ONCE:
             self.flush_losses()
         text = f"{self.progress.tokens / seconds:,.0f} tokens/s"
-        if self.train_points:  # the mean of the last steps
-            mean = np.mean([loss for _, loss in self.train_points[-self.LOSSES_AT_ONCE :]])
+        steps_per_line = -(-num_iterations // 20)
+        if self.train_points:
+            num_steps = min(steps_per_line, self.LOSSES_AT_ONCE)
+            mean = np.mean([loss for _, loss in self.train_points[-num_steps:]])
             text = f"loss {mean:.4f}, {text}"
         if self.bar is not None:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update()
-        elif step < num_iterations and step % -(-num_iterations // 20) == 0:
+        elif step < num_iterations and step % steps_per_line == 0:
             self.print(f"step {step}/{num_iterations}: {text}")
 
     def flush_losses(self):
@@ -5549,7 +5552,8 @@ class Checkpoints(AbstractContextManager):
             metadata = json.dumps(dict(self.log.run, is_tied=trainer.model.is_tied, bos=self.bos))
             with file_errors():
                 write_atomic(path, functools.partial(torch.save, dict(metadata=metadata, tensors=tensors)))
-            print0(f"sample:          ./run.sh tools/sample.py '{path}' --prompt=...", self.rt)
+            run_sh = os.environ.get("RUN_SH", "./run.sh")  # as the user has typed it
+            print0(f"sample:          {run_sh} tools/sample.py '{path}' --prompt=...", self.rt)
 
 
 def list_tensors(trainer: Trainer, with_tables: bool):

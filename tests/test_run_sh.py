@@ -77,6 +77,22 @@ def test_a_missing_corpus_is_made_first(calls_of):
         assert "make_embedded_corpus" in made and started == call
 
 
+def test_an_interruption_ends_it(tmp_path):
+    """Although the Python that looks for packages ignores it. Nothing is started after it."""
+    python, notes, begun = tmp_path / ".venv/bin/python", tmp_path / "calls", tmp_path / "begun"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/bash\ntrap "" INT\n[[ $2 == *find_spec* ]] || echo "$*" >> "{notes}"\n'
+                      f'touch "{begun}"\nsleep 1\n')
+    python.chmod(0o755)
+    (tmp_path / "run.sh").symlink_to(ROOT / "run.sh")
+    running = subprocess.Popen(["/bin/bash", str(tmp_path / "run.sh")], cwd=tmp_path, start_new_session=True,
+                               env=os.environ | {"NPROC": "1"})
+    while not begun.exists():
+        assert running.poll() is None
+    os.killpg(running.pid, signal.SIGINT)
+    assert running.wait(60) == 130 and not notes.exists()
+
+
 @pytest.mark.parametrize("has_venv", [False, True])
 def test_an_unusable_python_is_named(tmp_path, has_venv):
     """It fails each check, as Python 3.8 or a .venv without pip does. Nothing is installed or left behind."""

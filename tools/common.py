@@ -47,7 +47,7 @@ def require_packages() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        name, file = error.name.partition(".")[0], "requirements-dev.txt"
+        name, file = error.name.partition(".")[0], "requirements-tools.txt"
         if name in ("fcntl", "resource"):
             warn("error: train_gpt.py needs Linux, macOS, or on Windows WSL")
             sys.exit(2)
