@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, gpt
 
-FOLDERS = [ROOT, *(ROOT / name for name in ("benchmarks", "data", "docs", "records", "tests"))]
+FOLDERS = [ROOT, *(ROOT / name for name in ("benchmarks", "data", "docs", "records", "tools", "tests"))]
 PAGES = [path for folder in FOLDERS for path in sorted(folder.glob("*.md"))]
 SCRIPTS = [path for folder in FOLDERS[:-1] for path in sorted(folder.glob("*.py"))]
 

@@ -292,6 +292,10 @@ def test_curves_of_records_and_of_plain_runs_are_drawn(real_record, tool, tmp_pa
     for name, paths in dict(record=[real_record], runs=plain).items():
         assert tool(plot, *paths, f"--out={tmp_path}/{name}.svg")[0] == 0
         assert (tmp_path / f"{name}.svg").stat().st_size > 1000
+    status, _, err = tool(plot, *[plain[0]] * 13, f"--out={tmp_path}/many")
+    assert status == 0 and "the first 12 of 13 runs have colours" in err
+    picture = (tmp_path / "many.svg").read_text()
+    assert picture.count("stroke-dasharray") >= 2 * 6 and picture.count(f"stroke: {plot.GREY}") >= 2
     assert tool(plot, ROOT / "presets/d12.json", f"--out={tmp_path}/d")[0] == 2 and not (tmp_path / "d.svg").exists()
 
 

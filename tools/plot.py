@@ -128,7 +128,11 @@ def plot_results(paths: list[Path], out: Path) -> None:
     """Validation and training loss of finished runs against time and against tokens."""
     runs = [read_result(path) for path in paths]
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for result, name, colour in zip(runs, name_runs(runs), itertools.cycle(COLOURS)):
+    if len(runs) > 2 * len(COLOURS):
+        warn(f"the first {2 * len(COLOURS)} of {len(runs)} runs have colours, the others are grey")
+    styles = [(style, colour) for style in (".-", ".:") for colour in COLOURS]
+    for result, name, (style, colour) in zip(runs, name_runs(runs),
+                                             itertools.chain(styles, itertools.repeat((".-", GREY)))):
         cfg = gpt.config_from_dict(result["config"])
         steps, losses, milliseconds = zip(*result["val_points"])
         numbers, values = zip(*result["train_points"])
@@ -139,7 +143,7 @@ def plot_results(paths: list[Path], out: Path) -> None:
         for panel, xs, train_xs in ((panels[0], np.array(milliseconds) / 1000, seconds),
                                     (panels[1], tokens[: len(steps)], tokens[len(steps) :])):
             panel.plot(train_xs, means, color=colour, linewidth=0.6, alpha=0.6)
-            panel.plot(xs, losses, ".-", color=colour, linewidth=1.2, label=name)
+            panel.plot(xs, losses, style, color=colour, linewidth=1.2, label=name)
     for panel, label in zip(panels, ("training time (s)", "training tokens (millions)")):
         panel.set_xlabel(label)
     panels[0].set_ylabel("loss: validation, and training (thin)")
