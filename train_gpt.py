@@ -650,8 +650,10 @@ class Schedule:
         if stage.prefix_weight:
             num_parts = len(stage.prefix_weight)
             loss_weights.append(stage.prefix_weight[min(int(fraction * num_parts), num_parts - 1)])
-        return StepState(index, stage, self.windows[index], lr, weight_decay, momentum,
-                         step >= self.slow_momentum_step, tuple(loss_weights), self.ropes[index])
+        return StepState(
+            stage_index=index, stage=stage, windows=self.windows[index], lr=lr, weight_decay=weight_decay,
+            momentum=momentum, has_slow_momentum=step >= self.slow_momentum_step,
+            loss_weights=tuple(loss_weights), rope=self.ropes[index])
 
     def find_stage(self, step: int):
         """Find the stage of a step. Returns (its index, fraction of the stage that is done)."""
@@ -1858,7 +1860,7 @@ def output_std(cfg: Config, part: str):
 # ==== UPDATE RULES =========================================================================================
 # A rule computes the new weights of a shard from the gradient, and updates the state in place. It sees local
 # tensors only. To add a rule, write a function and a row of RULES, and --matrix_rule knows it. Its state is
-# sharded, and saved in checkpoints. Other groups than matrix use adamw, and ngram also row_adam.
+# sharded, and saved in checkpoints. Rules of whole matrices are for group matrix. ngram also has row_adam.
 
 class Hyper(typing.NamedTuple):
     """Hyperparameters that may change in every step: tensors (), else each value would be compiled."""

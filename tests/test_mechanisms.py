@@ -42,6 +42,7 @@ def without(part: str, preset: str) -> tuple[gpt.Config, dict]:
     return after, {name: getattr(after, name) for name in changed - {"without"}}
 
 
+@pytest.mark.house
 def test_every_part_is_known_here():
     assert {*OPTIONS, *SPECIAL, *SEVERAL} == gpt.list_parts().keys()
 
