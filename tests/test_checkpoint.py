@@ -419,13 +419,16 @@ def refuse(patch, pattern: str) -> None:
         OSError(28, "No space left on device", str(path))))
 
 
-@pytest.mark.parametrize("case", ["a RunError", "too large", "full disk"])
+@pytest.mark.parametrize("case", ["a RunError", "too large", "too large after a resume", "full disk"])
 def test_a_failed_validation_names_no_weights(shards, here, monkeypatch, capsys, case):
     """If the error has its own advice, or if the weights are not saved."""
     error, args = ValueError("no such mask"), []
     if case == "a RunError":
         error = gpt.RunError("rank 1 has other parameters")
-    if case == "too large":
+    if case == "too large after a resume":
+        run(shards, *LAST, "--num_iterations=4", "--checkpoint_every=4")
+        args = [f"--resume={find_saved(4)}"]
+    if case.startswith("too large"):
         monkeypatch.setattr(gpt.Checkpoints, "LAST_BYTES", 0)
     if case == "full disk":
         refuse(monkeypatch, "step_000008/*")

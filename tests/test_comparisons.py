@@ -9,6 +9,7 @@ import shutil
 import weakref
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -471,3 +472,14 @@ def test_the_real_compiler_stays_on(shards, here, train_plain, capsys):
     assert ours["choices"]["compile"] == "on" and "torch.compile: off" not in capsys.readouterr().out
     assert ours["final_val_loss"] == pytest.approx(plain["final_val_loss"], abs=1e-4)
     assert ours["compile_time_s"] > plain["compile_time_s"]
+
+
+def test_small_gradients_are_compared_like_larger_ones():
+    """As if they had a ten-thousandth of the largest gradient. The loss, which is a sum over tokens, sets no such limit."""
+    trainer = SimpleNamespace(ops=gpt.Operations(), fast=frozenset())
+    plain = {("loss", "training"): torch.tensor(5000.0), ("gradient", "a"): torch.tensor([100.0]),
+             ("gradient", "b"): torch.tensor([1e-5]), ("gradient", "c"): torch.tensor([0.2])}
+    assert gpt.find_difference(trainer, {**plain, ("gradient", "b"): torch.tensor([2e-5])}, plain) == ""
+    assert gpt.find_difference(trainer, {**plain, ("gradient", "b"): torch.tensor([5e-5])}, plain) != ""
+    found = gpt.find_difference(trainer, {**plain, ("gradient", "c"): torch.tensor([0.2004])}, plain)
+    assert found == "gradient of c: relative error 0.002"

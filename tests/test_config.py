@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,6 +171,9 @@ def test_a_result_as_a_preset_repeats_its_config(shards, here):
     path = f"logs/{result['run_id']}.json"
     asked = gpt.config_from_dict(result["config"])
     assert gpt.make_config(gpt.parse_argv([f"--preset={path}"])) == asked
+    resumed = {**result, "config": {**result["config"], "resume": "model.pt", "record": "a", "out": "b"}}
+    Path("resumed.json").write_text(json.dumps(resumed))
+    assert gpt.load_preset("resumed.json") == dataclasses.replace(asked, resume="", record="", out=".")
     assert (asked.preset, asked.seed, asked.softcap[0], asked.groups["head"].every) == ("smoke", 3, 0, 2)
     assert gpt.main([f"--preset={path}", "--out=again"]) == 0
     (repeated,) = (json.loads(other.read_text()) for other in here.glob("again/logs/*_seed3_*.json"))

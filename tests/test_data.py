@@ -128,6 +128,15 @@ def test_sequences_that_start_anywhere_are_the_stream(tmp_path):
         assert data.read_tokens(index).tolist() == expected[index].tolist()
 
 
+def test_a_sequence_that_a_document_fills_exactly_takes_no_other(tmp_path):
+    """Documents of 257 and 256 tokens: two fill seq_len + 1 = 513 tokens. The next sequence begins with the third."""
+    document = [BOS, *[1] * 256, BOS, *[2] * 255]
+    write_shard(tmp_path / "train_0.bin", np.array(document * 60, np.uint16), VOCAB, BOS)
+    cfg = smoke_config(tmp_path, max_doc_len=1024)
+    sequences = gpt.TrainData(cfg, gpt.Schedule(cfg)).sequences
+    assert [(sequence.first, sequence.last) for sequence in sequences[:3]] == [(0, 1), (2, 3), (4, 5)]
+
+
 def test_sequences_and_documents_are_apart():
     sequences = np.array([[5, BOS, 6, 7], [8, 9, BOS, 1]])
     made = gpt.make_batch(sequences, BOS)
@@ -440,15 +449,17 @@ def test_only_training_documents_have_pieces(shards):
 
 
 def test_sweeps_of_a_step_begin_at_equal_distances(shards, monkeypatch):
-    """Four sequences a step, 4,096 classes. A sweep goes on where its last step has ended: 1.7 times the missing
-    classes and 256 further."""
-    cfg = smoke_config(shards, vocab_multiple=4096, stages=(gpt.Stage(1, 64, 64, num_classes=300),))
+    """At most four sequences a step, 4,096 classes. A sweep goes on where its last step has ended: 1.7 times the missing
+    classes and 256 further. The first stage has two sequences a step."""
+    stages = gpt.Stage(1, 64, 64, tokens_per_step=1024, num_classes=300), gpt.Stage(1e6, 64, 64, num_classes=300)
+    cfg = smoke_config(shards, vocab_multiple=4096, stages=stages)
     data, offsets, real = gpt.TrainData(cfg, gpt.Schedule(cfg)), [], gpt.choose_classes
     monkeypatch.setattr(gpt, "choose_classes", lambda *args: offsets.append(args[-1]) or real(*args))
     for slot in range(4):
         sweeps, offset = gpt.Sweeps(data, 0), 1024 * slot
-        for step in range(12):
-            num_missing = 300 - len(set(data.read_tokens(4 * step + slot)[1:].tolist()))
+        for step in range(1 if slot > 1 else 0, 12):
+            first = max(0, 4 * step - 2)
+            num_missing = 300 - len(set(data.read_tokens(first + slot)[1:].tolist()))
             classes = sweeps.choose_classes(step, slot)
             assert len(classes) == 300 and offsets.pop() == offset
             offset = (offset + int(1.7 * num_missing) + 256) % 4096

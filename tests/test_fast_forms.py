@@ -1,5 +1,6 @@
 """Fast forms: the check at the start of a run, and which forms a run takes. test_kernels has each form alone."""
 
+import math
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -332,3 +333,23 @@ def test_a_named_form_replaces_its_operations_alone(name):
     assert changed == FIELDS.get(name, {name}) and make() == plain
     assert make(name, "fp8_head").head_loss.args[0] == (name == "cross_entropy")
     assert make(name, "fp8_mlp").relu2_mlp.keywords["use_kernel"] == (name == "relu2_mlp")
+
+
+def test_a_vector_whose_gradient_is_not_finite_is_a_difference(monkeypatch):
+    """Although gradients of vectors are not compared in bfloat16."""
+    check, real = gpt.FormCheck(smoke_config(), DEVICE), gpt.FormCheck.run
+    names = [name for name, x in check.plain.items() if x.dim() == 1]
+
+    def spoil(self, *args):
+        return {name: x * math.nan if name == names[-1] else x for name, x in real(self, *args).items()}
+
+    assert check.find_error([], torch.float32, 0.4) == ""
+    monkeypatch.setattr(gpt.FormCheck, "run", spoil)
+    assert check.find_error([], torch.float32, 0.4) == f"{names[-1]} differs from its plain form by nan"
+
+
+def test_both_replays_of_a_graph_are_compared(monkeypatch):
+    check = gpt.FormCheck(smoke_config(), DEVICE)
+    for wrong in range(2):
+        monkeypatch.setattr(gpt.FormCheck, "find_error", lambda *args, wrong=wrong: "wrong" if args[4] == wrong else "")
+        assert check.find_graph_error([], torch.float32) == "wrong"

@@ -300,3 +300,12 @@ def test_losses_are_read_late_on_a_gpu(device, lengths):
         found.append(len(log.train_points))
     log.flush_losses()
     assert found == lengths and log.train_points == [[step, 0.75 * step] for step in range(1, 46)]
+
+
+def test_the_first_signal_is_the_status():
+    """Of several ranks, which handle later signals, too."""
+    with gpt.Stop(make_runtime(0, 2)) as stop:
+        stop.catch_signals()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+        assert stop.requested == 128 + signal.SIGTERM

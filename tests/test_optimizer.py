@@ -374,3 +374,14 @@ def test_a_bucket_of_matrices_has_one_kind():
     for bucket in gpt.Optimizer(gpt.GPT(cfg), cfg, make_runtime()).buckets:
         if bucket.rule.whole_matrix:
             assert len({param.spec.kind for param in bucket.params.values()}) == 1
+
+
+@pytest.mark.parametrize("row", [0, -1])
+def test_the_checksum_of_a_table_has_its_first_and_its_last_row(row):
+    """A change of one bit. The table has more rows than are compared."""
+    trainer = gpt.Trainer(smoke_config(), make_runtime())
+    table = trainer.optimizer.bucket_of["value_embeds.0"]
+    assert table.num_rows > table.CHECKED_ROWS
+    before = table.sum_bits()
+    table.shard.view(torch.int32)[row, 0] ^= 1
+    assert (table.sum_bits() - before).abs() == 1

@@ -99,3 +99,13 @@ def test_a_cosine_decay_ends_with_the_run():
     cfg = smoke_config(decay_schedule="cosine", extension_steps=4, matrix_weight_decay=0.3, stages=stages)
     found = [gpt.Schedule(cfg).at(step).weight_decay["matrix"] for step in (6, 12)]
     assert found == pytest.approx([0.15, 0], abs=1e-12)
+
+
+def test_ends_of_stages_and_fractions_are_exact():
+    """Five equal stages of 9 steps end after 2, 4, ... of 10 steps: 6 / 10 is not rounded up to 7. 0.07 of 100 steps are 7,
+    although the product exceeds it."""
+    schedule = gpt.Schedule(smoke_config(stages=(gpt.Stage(1, 64, 64),) * 5, num_iterations=9))
+    assert [end for _, _, end in schedule.stage_ranges()] == [2, 4, 6, 8, 9]
+    for num_steps in (100, 1174, 7500):
+        cfg = smoke_config(num_iterations=num_steps)
+        assert [cfg.step_at(k / 100) for k in range(100)] == [-(-k * num_steps // 100) for k in range(100)]

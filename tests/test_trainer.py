@@ -66,21 +66,22 @@ def test_the_metric_is_not_rounded(shards, dtype):
 
 
 def test_the_clock_counts_steps_and_neither_saves_nor_validations(shards, here, monkeypatch, now):
-    """A step takes 2 s, a validation 100 s and a save 10 s. Before the clock: a step of the warm-up for each of three
-    stages, and a validation."""
+    """A step takes 2 s, the averages 3 s, a validation 100 s and a save 10 s. Before the clock: a step of the warm-up for
+    each of three stages, and a validation."""
     advance(monkeypatch, now, gpt.Trainer, "train_step", 2.0)
     advance(monkeypatch, now, gpt.Trainer, "validate", 100.0)
     advance(monkeypatch, now, gpt, "collect_rows", 10.0)
+    advance(monkeypatch, now, gpt.Optimizer, "apply_averages", 3.0)
     args = ["--num_iterations=6", "--val_loss_every=2", "--checkpoint_every=3", "--warmup_iterations=1"]
     result = run(shards, *args)
-    assert [[step, time] for step, _, time in result["val_points"]] == [[0, 0], [2, 4000], [4, 8000], [6, 12_000]]
-    assert result["train_time_ms"] == 12_000 and result["tokens_per_s"] == 6 * 512 // 12
+    assert [[step, time] for step, _, time in result["val_points"]] == [[0, 0], [2, 4000], [4, 8000], [6, 15_000]]
+    assert result["train_time_ms"] == 15_000 and result["tokens_per_s"] == round(6 * 512 / 15)
     assert result["compile_time_s"] == 3 * 2 + 100
     log = Path("logs", result["run_id"]).with_suffix(".txt").read_text()
     times = re.findall(r"^step:\d/6 train_time:(\d+)ms", log, re.M)
     assert times == ["2000", "4000", "6000", "8000", "10000", "12000"]
     result = run(shards, "--num_iterations=6", "--val_loss_every=0")
-    assert result["train_time_ms"] == 12_000 and now[0] > 1000 + 2 * 12 + 30
+    assert result["train_time_ms"] == 15_000 and now[0] > 1000 + 2 * 12 + 30
 
 
 def test_mfu_is_relative_to_the_peak_of_all_ranks():

@@ -323,3 +323,16 @@ def test_every_rule_trains(name, lr, method, shards):
                            gains="output" if name in SPHERES else "")
         losses.append(train_steps(gpt.Trainer(cfg, make_runtime(fast=CPU_FORMS)), 40)[-1])
     assert losses[1] < losses[0] - 0.01
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_row_adam_leaves_rows_whose_gradient_is_not_finite(value):
+    """Or whose mean square is not. Neither weights nor state change."""
+    rule, param = gpt.RULES["row_adam"], torch.ones(2, 4)
+    state, grad = rule.init_state(param), torch.ones(2, 4)
+    grad[0, 1] = value
+    args = make_args(0.05, 0.0, grad_scale=1.0, betas=(0.0, 0.9), cautious=False, decay_time=torch.tensor(0.1),
+                     bias_correction2=torch.tensor(0.1))
+    rule.update(param, grad, state, *args)
+    assert param[0].tolist() == [1.0] * 4 and (param[1] < 1).all()
+    assert [state[name][0].item() for name in ("exp_avg_sq", "last_update")] == [0.0, 0.0] and state["exp_avg_sq"][1] > 0

@@ -135,9 +135,10 @@ python tools/ladder.py --ladder=records/laptop/{folder}
 """
 README_PICTURE = """\
 The picture above. Left: the benchmark's published records on 8xH100, the last one is record {last}. The file
-`train_gpt.py` has not been timed there. Right: small recipes on two cores with bfloat16, with the median and the range of the
-seeds. The colors mark the published records {numbers}, and the small recipe with the mechanisms of each.
-The processors differ. On that of "laptop now" the record of 2026-11-25 needs 16 s for 1.03.
+`train_gpt.py` has not been timed there. Right: small recipes on two cores with bfloat16, with the median and
+the range of the seeds. The colors mark the published records {numbers}, and the small recipe with the
+mechanisms of each. The processors differ. On that of "laptop now" the record of 2026-11-25 needs 16 s for
+1.03.
 """
 LADDER_PICTURE = """
 ![Left: published minutes to 3.28, by day. Right: validation loss against seconds, of recipes in miniature](\
