@@ -1,0 +1,56 @@
+"""tools/runs.py: it lists what runs left, and removes nothing else than their checkpoints and models."""
+
+import io
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import AT_THE_END, before_call, gpt, run
+
+from tools import runs
+
+
+def call(monkeypatch, capsys, *words: str, answer: str = "") -> str:
+    monkeypatch.setattr(sys, "argv", ["runs.py", *words])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+    capsys.readouterr()
+    assert runs.main() == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def names(shards, here, monkeypatch) -> list[str]:
+    """A run that has ended, and one that was stopped at step 4 of 6."""
+    ended = run(shards, "--num_iterations=2", AT_THE_END)
+    with monkeypatch.context() as patch:
+        before_call(patch, gpt.Trainer, "train_step", lambda trainer, *_: (
+            trainer.progress.step == 3 and signal.raise_signal(signal.SIGTERM)))
+        run(shards, "--num_iterations=6", "--seed=1", "--warmup_iterations=0", status=143)
+    (stopped,) = Path().glob("checkpoints/*seed1*/*_seed1_*")
+    return [ended["run_id"], stopped.name]
+
+
+def test_it_lists_runs_and_removes_their_files(names, monkeypatch, capsys):
+    ended, stopped = names
+    lines = call(monkeypatch, capsys).splitlines()
+    row = {line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in lines[2:]}
+    assert row.keys() == set(names) and row[stopped] == ["smoke", "6", "", row[stopped][3], "step 4 |"]
+    assert row[ended][:2] == ["smoke", "2"] and float(row[ended][2]) > 1 and row[ended][4] == " |"
+    Path("checkpoints/mine.txt").write_text("not of a run")
+    assert "nothing was removed" in call(monkeypatch, capsys, "--keep=0", answer="n\n")
+    files = lambda: sorted(path.name for path in Path("checkpoints").rglob("[!.]*") if path.is_file())
+    assert files() == ["mine.txt", "model.pt", "rank0.pt", "state.json"]
+    assert f"removed the files of {ended}" in call(monkeypatch, capsys, f"--remove={ended}", "--yes")
+    assert files() == ["mine.txt", "rank0.pt", "state.json"]
+    (folder,) = Path().glob(f"checkpoints/*/{stopped}")
+    with gpt.lock_run(folder):
+        assert "is in use" in call(monkeypatch, capsys, "--keep=0", answer="y\n")
+    assert len(files()) == 3
+    call(monkeypatch, capsys, "--keep=0", answer="y\n")
+    assert files() == ["mine.txt"] and len(list(Path("logs").glob("*.json"))) == 1
+
+
+def test_an_unknown_run_is_named(here, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["runs.py", "--remove=nothing"])
+    assert runs.main() == 2 and "--remove=nothing" in capsys.readouterr().err
