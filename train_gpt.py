@@ -16,7 +16,8 @@ Part three, infrastructure.
     DEVICE, COMM, SHARD FILES, COMMAND LINE, RUN RECORD, CHECKPOINTS, TELEMETRY AND GUARD, MAIN
 
 Shapes: T tokens, D model_dim, H num_heads, K channels of a query or key, L of a value, F hidden channels of
-    an MLP, V padded vocabulary, N ranks, M matrices or elements of a bucket.
+    an MLP, V padded vocabulary, N ranks, M matrices or elements of a bucket. Matmuls and attention by blocks
+    use M, N, K, B and C for their own sizes.
 Sources: a number or a date names a record of the modded-nanogpt benchmark, see docs/published_records.md.
 """
 from __future__ import annotations
@@ -106,20 +107,21 @@ class LayerSpec:
     mlp: bool = True
     second_mlp: bool = False  # another MLP, with the same input
     v_dim: int | None = None  # channels per head of the values. None: head_dim
-    x0: bool = True  # add the normalized embedding
+    x0: bool = True  # add the normalized embedding. With mudd_in x_in, see layer_scalars()
     ngram: bool = True  # add the n-gram embedding
     value_embed: int | None = None  # index of the value-embedding table that is added to the values
     skip_from: int | None = None  # earlier layer whose output is added to the input (U-Net skip)
     attention_from: int | None = None  # earlier layer whose output attention reads. None: this layer's input
-    paired: bool = False  # a token has two positions, one for each head of a pair, so these see each other's
-    #   keys, and windows have half as many tokens. See Attention.forward(), step 3
+    paired: bool = False  # two heads become one head of 2T positions, two for each token. So they see each
+    #   other's keys, and a window of w positions has w / 2 tokens. See Attention.forward(), step 3
     key_offset: bool = False  # the channels of a key that do not rotate come from the previous token
     xsa: bool = False  # exclusive self attention: subtract a part along the token's value
     head_gate: bool = False  # scale of each head's output, from 0.25: learned, or per token with gates_from
-    gates_from: int | None = None  # a layer from whose input these scalars are computed, per token:
-    #   - the scales of head_gate and xsa, which are otherwise learned, in group mix
-    #   - a factor of the U-Net skip, which otherwise has none
-    #   - the weights of x0 and n-grams, if x0_mix=after_attention and mudd_in is empty. Otherwise learned
+    gates_from: int | None = None  # a layer from whose input scalars of this layer are computed, per token:
+    #   - the scales of head_gate and xsa. Without gates_from they are learned, in group mix
+    #   - a factor of the U-Net skip. Without gates_from it has none
+    #   - with x0_mix=after_attention the weights of x0 and n-grams. Without gates_from they are learned. In
+    #     a layer with mudd_in they are computed like its dense connections
     mudd_in: tuple[str, ...] = ()  # activations added to input and values with per-token weights
     mudd_out: tuple[str, ...] = ()  # as mudd_in, added to the output. Also attn_in, mlp_in: normed inputs
 
@@ -182,8 +184,8 @@ class Group:
 
 
 RECORD_32_GROUPS = dict(
-    # Matrices of blocks. lr: about the spectral norm of an update, see matrix_step(). Betas are of normuon,
-    # normuonh and anvil, which read the second one, and of adamw
+    # Matrices of blocks. lr: about the spectral norm of an update, see matrix_step(). adamw reads both
+    # betas, normuon, normuonh and anvil only the second one, and muon and muonh none
     matrix=Group(rule="muon", lr=0.05, betas=(0.9, 0.95)),
     embed=Group(lr=0.6),
     value_embed=Group(lr=0.6),
@@ -210,8 +212,9 @@ class Config:
     dtype: str = option("auto", "dtype of activations. auto: bfloat16 if the device has bfloat16 matmuls",
                         choices=("auto", "bfloat16", "float32"))
     fast: tuple[str, ...] = option(("auto",), "fast forms of operations: auto, off, or names a,b")
-    compile: str = option("auto", "torch.compile. auto: on GPUs of capability 7.0", choices=AUTO)
-    fp8: str = option("auto", "FP8 matmuls of fp8_parts. auto: if the GPU has them", choices=AUTO, off="off")
+    compile: str = option("auto", "torch.compile. auto: on GPUs of capability 7.0 or more", choices=AUTO)
+    fp8: str = option("auto", "FP8 matmuls of fp8_parts. auto: with bfloat16, if the GPU has them",
+                      choices=AUTO, off="off")
     train_files: str = option("data/fineweb10B/fineweb_train_*.bin", "pattern of the training shards")
     epochs: int = option(1, "largest number of passes over the training files", 1)
     val_files: str = option("data/fineweb10B/fineweb_val_*.bin", "pattern of the validation shards")
@@ -223,7 +226,7 @@ class Config:
     extension_steps: int = option(0, "final steps, included in num_iterations, that run the last stage", 0)
     tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", 128)
     seq_len: int = option(49_152, "tokens per packed sequence, independent of the number of ranks", 128)
-    micro_batch_tokens: int = option(49_152, "token limit per forward-backward, for memory in training", 128)
+    micro_batch_tokens: int = option(49_152, "token limit per forward-backward, also of validation", 128)
     sequence_start: str = option("document", "start of packed sequences: a document, or the previous end",
                                  choices=("document", "anywhere"), off="anywhere")
     max_doc_len: int = option(2048, "tokens of a document, with sequence_start=document", 2)
@@ -279,7 +282,7 @@ class Config:
     yarn_max_window: int = option(65_536, "limit on the windows in YaRN's formula. 0: no YaRN", 0, off=0)
     attention_gate_dim: int = option(12, "input channels of the attention gate. 0: no gate", 0, off=0)
     value_gate_dim: int = option(0, "inputs of the value-embedding gate. 0: a learned scalar", 0, 24, off=0)
-    x0_mix: str = option("before", "where x0, and n-grams after layer 0, are added. off: no x0",
+    x0_mix: str = option("before", "where x0, and in layers above 0 n-grams, are added. off: no x0",
                          choices=("off", "before", "after_attention"), off="off")
     residual_init: float = option(0.0, "initial learned scale of the residual stream, with scales of the "
                                   "sublayers' matrices and outputs. 0: none", 0, off=0.0)
@@ -373,9 +376,10 @@ GRAD_TOKENS = 49_152
 
 
 def build_layers(num_layers: int, pattern: str):
-    """The layers of record 32, and alike at other depths. Layer 0 has no MLP. Four evenly spaced layers have
-    long windows, but the third of them has no attention, if there are at least four layers. The upper half
-    adds outputs of the lower half in reverse order. The last layers reuse value embeddings of the first."""
+    """The layers of record 32, and alike at other depths. Layer 0 has no MLP, unless it is alone. Four
+    evenly spaced layers have long windows, but the third of them has no attention. Models with fewer layers
+    have only long windows. The upper half adds outputs of the lower half in reverse order. The last layers
+    reuse value embeddings of the first."""
     if pattern == "laptop":
         return build_laptop_layers(num_layers)
     last = num_layers - 1
@@ -1100,7 +1104,8 @@ def attention(q, k, v, mask):
     return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
-# Factors of a token, of the one before it, and so on. The first three are record 92's
+# Factors of a token, of the one before it, and so on, in n-grams of three and more tokens. The first three
+# are record 92's. Pairs have other factors, see hash_ngrams()
 HASH_FACTORS = 17351, 60961, 45259, 50131, 23677, 41333
 
 
@@ -1110,7 +1115,7 @@ def hash_ngrams(tokens, is_sequence_start, num_rows: int, order: int):
     of a part. tokens: int32, an array or a tensor."""
     size = num_rows // (order - 1)
     pair_tokens = 1 * tokens  # a copy of an array or a tensor
-    # As published, pairs see size - 1 in place of a sequence's first token. Longer n-grams see the token
+    # As published, in pairs a sequence's first token has the id size - 1. Longer n-grams see the token
     pair_tokens[is_sequence_start] = size - 1
     rows = [hash_tokens(pair_tokens, is_sequence_start, size - 1, size - 1, (36313, 27191))]
     for length in range(3, order + 1):
@@ -1242,7 +1247,7 @@ class Head(nn.Module):
             return ops.head_loss(x, self.weight, targets, loss_weights, self.softcap)
 
         # Sampled softmax over C classes of each sequence, without a correction (record 92). All next tokens
-        # are among them. Prefixes that are not have no loss
+        # are among them. A prefix outside of them has no loss
         losses = []
         num_sequences, num_classes = classes.shape
         weights = F.embedding(classes, self.weight)  # (sequences, C, D)
@@ -1393,7 +1398,7 @@ class GPT(nn.Module):
         if read_ngrams is not None:
             acts["ngram"] = self.calls.sum_ngrams(read_ngrams(), sign_rows, ops.dtype)  # (T, D)
 
-        # Each segment waits for its parameters, and for the value embeddings that it reads first
+        # Each segment waits for its parameters, and for the value embeddings that no earlier one has read
         for segment, layers in enumerate(self.segments):
             self.wait_for(segment)
             needed = set().union(*self.acts_read[layers.start : layers.stop])
@@ -1510,7 +1515,7 @@ def layer_scalars(cfg: Config, layer: int):
         add("resid", "scalar", 1.0)
     # Embeddings that enter the residual stream, before attention or after it
     if spec.x0 and cfg.x0_mix != "off":
-        # In place of x0 a layer with MUDD adds x_in: layer 0's input after its n-grams. As published it is
+        # In place of x0 a layer with MUDD adds x_in: layer 0's input after its n-grams. In record 92 it is
         # added twice, with this weight and as one of mudd_in
         add("x_in" if has_mudd and is_after else "x0", embedding_source, 0.0)
     if spec.ngram and cfg.ngram_rows:
@@ -1678,7 +1683,7 @@ class Attention(nn.Module):
             qk[1] = qk[0]
         group_rows = (cfg.qk_group_heads or H) * K
         self.qk = parameter(qk.view(-1, group_rows, D), "matrix", kind="qk")  # (2H / group, group * K, D)
-        # If HL < D, v and proj train as square matrices (D, D) would whose other entries are zero. So v has
+        # If HL < D, v and proj are trained like square matrices (D, D) that are padded with zeros. So v has
         # variances of rows, as a square matrix, while other wide matrices have variances of columns
         v = uniform((H * L, D), std).to(storage)
         self.v = parameter(v, "matrix", kind="vo", by_row=H * L < D)  # (HL, D)
@@ -1721,9 +1726,12 @@ class Attention(nn.Module):
             v = v + mudd_v.unflatten(1, (H, -1))[..., :L]
 
         # 3. Attention. In a paired layer two heads become one head of 2T positions, so they see each other's
-        # keys. With four heads, the first head of 2T positions has head 0 of token t at position 2t, and
-        # head 2 at position 2t + 1. The second one has heads 1 and 3. As published, RoPE pairs other heads:
-        # heads 0 and 2 rotate by position 2t, and heads 1 and 3 by position 2t + 1
+        # keys. As published, RoPE and attention number the positions of a token's heads differently. With
+        # four heads, token t has
+        #   head                     0       1       2        3
+        #   head of 2T positions     first   second  first    second
+        #   its position there       2t      2t      2t + 1   2t + 1
+        #   position in RoPE         2t      2t + 1  2t       2t + 1
         if spec.paired:
             pairs = (x.reshape(-1, H // 2, x.size(-1)) for x in (q, k, v))  # (2T, H/2, K or L)
             y = ops.attention(*pairs, mask).reshape(v.shape)
@@ -2022,8 +2030,8 @@ def adamw(weight, grad, state, hyper: Hyper, options: UpdateOptions):
 def row_adam(weight, grad, state, hyper: Hyper, options: UpdateOptions):
     """Adam for the rows of a table (R, D), without a first moment. Each row has one second moment. A row
     whose gradient is zero or not finite does not change. At its next gradient the second moment decays for
-    all updates since its last one, this one included: by beta2 to their number. This is exp(last_update -
-    decay_time), because the state last_update holds the decay_time of that update. Source: record 92."""
+    all updates since its last one: with updates 3 and 7 by beta2^4. This is exp(last_update - decay_time),
+    because the state last_update is the decay_time of update 3. Source: record 92."""
     grad = grad.to(at_least_fp32(grad)) * hyper.grad_scale
     mean_square = grad.square().mean(-1, keepdim=True)
     has_grad = (mean_square > 0) & mean_square.isfinite()
@@ -2074,7 +2082,7 @@ POLYNOMIALS = {
         (2.245503932403, -2.443826979899, 0.963091710461),
         (2.256537145403, -2.166840097229, 0.929501253245)), margin=1.05, addend=1e-6),
 }
-BF16_MARGIN = 1 + 2.0**-6  # of six_maps. bfloat16 rounds a norm by up to 2^-9, and each product likewise
+BF16_MARGIN = 1 + 2.0**-6  # of six_maps. bfloat16 rounds a norm by up to 2^-8, and each product likewise
 FAST_BETA, FAST_WEIGHT, SLOW_MOMENTUM_RATE = 0.85, 0.4385, 0.02  # of anvil. The rate acts in all steps
 
 
@@ -2315,7 +2323,8 @@ class Average(typing.NamedTuple):
 
 # Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. Embed
 # and head change in every second step. The record averages them in these steps, with the weight
-# 1 - (1 - rate)^2. Here they are averaged in every step with the weight `rate`, which is the same.
+# 1 - (1 - rate)^2. Here they are averaged in every step with the weight `rate`: two averagings of one value
+# have this weight. Only the last step has one averaging.
 AVERAGES_STEPS = 1194
 AVERAGES = (
     Average(("embed", "head"), 896 / 1194, 1, 2 / 299, 0.65),
@@ -2675,7 +2684,7 @@ class Table(Bucket):
             self.grad = self.sum_rows(grads, inverse, order, len(rows))
 
     def update(self, calls: Calls):
-        """Update all rows, or those that have a finite gradient above zero. Clear the gradients."""
+        """Update all rows, or those whose gradient is finite and not zero. Clear the gradients."""
         if not self.is_sparse:
             super().update(calls)
             return
@@ -2783,7 +2792,7 @@ class Trainer:
         self.step_inputs: dict[int, tuple[tuple[int, int], StepInputs]] = {}  # by number of tokens
 
     def choose_operations(self, dtype, fast: frozenset[str]):
-        """Use these forms. FP8 and fused gradients are for training only."""
+        """Use these forms. Validation has no FP8, and no fused loss and MLP."""
         self.fast, self.ops = fast, make_operations(self.cfg, fast, dtype)
         self.val_ops = make_operations(self.cfg, fast & VAL_FORMS, dtype)
         for graphs in self.graphs:  # of the earlier forms
@@ -2979,9 +2988,10 @@ def train(cfg: Config, rt: Runtime, argv: list[str]):
 
 # ==== FAST FORMS ===========================================================================================
 # A fast form is a faster implementation of operations of part one. It is off if one of these operations was
-# edited. At startup FormCheck computes the loss and all gradients of this model, with random parameters, by
-# fast and by plain forms. A form with other results is off. A line says so. To add a fast form, add a row to
-# FORMS and a line to make_operations(), its condition to list_fast_forms(), and its functions to DIGESTS.
+# edited. At startup FormCheck computes loss and gradients of a small model with these layers and random
+# parameters, by fast and by plain forms. A form with other results is off. A line says so. To add a fast
+# form, add a row to FORMS and a line to make_operations(), its condition to list_fast_forms(), and its
+# functions to DIGESTS.
 # The compiler is compared at the end of the warm-up, see check_compiler().
 
 FORMS = {  # name: functions of part one that it computes in another way
@@ -3352,7 +3362,7 @@ class StepGraphs:
             grads = torch.autograd.grad(outputs, self.params, outputs, allow_unused=True)
         params = [param for param, grad in zip(self.params, grads) if grad is not None]
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        # make_graphed_callables calls the lambda with the tensors of args, so the lambda takes args itself
+        # The lambda is called with the very tensors that args has, so it ignores what it is given
         graph = torch.cuda.make_graphed_callables(
             lambda *_: self.function(*args), (*filter(torch.is_tensor, tree_leaves(args)), *params),
             allow_unused_input=True, pool=self.pool)
@@ -3496,7 +3506,7 @@ class BlockAttention(torch.autograd.Function):
     heads stand in one row. With M = 3:
 
         query block    0        1        2        3
-        key blocks     . . 0    . 0 1    0 1 2    1 2 3      . : hidden by the mask. Of the head before, or 0
+        key blocks     . . 0    . 0 1    0 1 2    1 2 3      . : a block that the mask hides
     """
 
     @staticmethod
@@ -3651,7 +3661,7 @@ class DelayedScales:
 
 # ==== FUSED OPERATIONS =====================================================================================
 # Fused QKV runs one kernel after the matmul, and in backward one before the matmuls. The fused loss (head,
-# softcap, cross-entropy) computes its gradients in forward. The fused MLP does not store its first product.
+# softcap, cross-entropy) computes its gradients in forward. The fused MLP's kernel does not store x @ up.
 
 class FusedQKV(torch.autograd.Function):
     """make_qkv() by one kernel each in forward and backward. With FP8 backward also stores a transpose."""
@@ -3832,8 +3842,8 @@ def fused_relu2_mlp(x, up, down, scales, use_kernel: bool = True, use_fp8: bool 
 def relu2_matmul(x: Scaled, w: Scaled, out_scale, dtype, hidden: Scaled | None = None):
     """x (T, D), w (D, F) -> relu(x w)^2 (T, F). With hidden: (x w) * 2 sqrt(hidden). The second form is the
     gradient of backward, if x is the gradient of the output and hidden is the first form's result. dtype: of
-    the product x w. Returns the result in the FP8 dtype of x, its transpose (F, T), and its amax (). Without
-    FP8 there is only the kernel."""
+    the product x w. Returns the result in the dtype of x, its transpose (F, T), and its amax (). It is
+    called with FP8 only, because without FP8 there is no fused MLP but the kernel."""
     y = matmul(x, transpose(w), dtype, fast=hidden is None).float()
     if hidden is None:
         y = F.relu(y).square()
@@ -4341,8 +4351,9 @@ class Stop(AbstractContextManager):
 
 @dataclass
 class TrainClock:
-    """Counts the seconds of training in progress.train_time, up to `started`. It stands still inside
-    paused(). read() has the seconds since then, too, and does not wait for the GPU."""
+    """Counts the seconds of training in progress.train_time, up to the time `started`. Inside paused() it
+    stands still. read(), outside of paused(), adds the seconds since `started`, without waiting for the
+    GPU."""
 
     device: torch.device
     progress: Progress
@@ -4674,7 +4685,8 @@ OLD_PRESETS = {"track_1": "record_32", "frontier": "record_92", "smoke_frontier"
 
 def load_preset(name: str):
     """A preset with its parents' values: of PRESETS, presets/NAME.json, or a .json file. The file is
-    a preset, or the output of --print_config, or the result of a run. The last two have a preset's name."""
+    a preset, or the output of --print_config, or the result of a run. With the last two, cfg.preset is the
+    name that they contain."""
     if name in PRESETS:
         parent, _, changes = PRESETS[name]
     else:
@@ -5044,7 +5056,7 @@ class RunLog:
     """Log lines, events, progress and result of a run. Without a terminal it prints at most 19 progress
     lines."""
 
-    LOSSES_AT_ONCE = 20  # losses that a GPU keeps before it hands them over, and at most in the printed mean
+    LOSSES_AT_ONCE = 20  # losses that a GPU keeps before it hands them over. A printed mean has no more
 
     def __init__(self, cfg: Config, rt: Runtime, run: dict, saved: dict, progress):
         """run: description of this run. saved: metadata of the checkpoint from which it continues, or {}."""
@@ -5296,7 +5308,8 @@ def find_key_folder(cfg: Config, run: dict):
 def find_start(cfg: Config, run: dict, rt: Runtime):
     """Returns (checkpoint to continue from, its metadata, log line). The first of these that exists:
 
-        1. The furthest whole step of all runs with this key, also if --resume=PATH: the run goes on
+        1. The furthest whole step of all runs with this key: the run goes on. --resume=PATH is in the key,
+           so such a run has begun with PATH, too
         2. The step --resume=PATH of another run
         3. The model.pt --resume=PATH. Its metadata are {}, because its run is over
         4. None: the run starts anew
@@ -5559,7 +5572,7 @@ class Checkpoints(AbstractContextManager):
 
 
 def list_tensors(trainer: Trainer, with_tables: bool):
-    """All tensors that training changes. Of tables with sparse updates only with_tables."""
+    """All tensors that training changes. Tables with sparse updates are among them only if with_tables."""
     buckets = [bucket for bucket in trainer.optimizer.buckets if with_tables or not bucket.rule.row_state]
     tensors = [tensor for bucket in buckets for tensor in (bucket.values, *bucket.state.values())]
     return [*tensors, *trainer.fp8_scales.leaves]
@@ -5589,17 +5602,18 @@ class Snapshot:
 
 # ==== TELEMETRY AND GUARD ==================================================================================
 # Telemetry writes measurements into <run_id>.jsonl. The guard restores an earlier state if training
-# diverges. train() calls them before and after a step. Both read the norms of the step's updates.
+# diverges. train() calls them before and after a step. Telemetry reads norms of gradients, weights, updates
+# and momentum, and the guard those of gradients.
 
 def measure_norm(x):
     return torch.linalg.vector_norm(x, dtype=at_least_fp32(x))
 
 
 class UpdateNorms:
-    """Sums of squares of this rank's updates in one step, by parameter group."""
+    """Squared norms of this rank's part of one step, by parameter group: sums (groups, 4) of gradients, and
+    if is_full of weights, updates and momentum. Of sparse tables it has only gradients."""
 
     def __init__(self, optimizer: Optimizer, is_full: bool):
-        """is_full: of weights, updates and momentum, too. Without it only of gradients."""
         self.optimizer = optimizer
         self.is_full = is_full
         self.groups = sorted({bucket.group_name for bucket in optimizer.buckets})
@@ -5684,8 +5698,9 @@ class Guard:
     and data go on. All ranks read the same all-reduced sums, one step late, so that no GPU waits."""
 
     LOSS_FACTOR, GRAD_FACTOR = 1.5, 10.0  # limits relative to the median of the last good steps
-    MEDIAN_STEPS, LEAST_STEPS = 64, 16  # most steps in that median. Gradients need the least number of steps
-    SNAPSHOT_EVERY = 10  # steps between snapshots
+    MEDIAN_STEPS = 64  # most steps in that median
+    LEAST_STEPS = 16  # good steps before gradients have a limit
+    SNAPSHOT_EVERY = 10  # least number of steps between snapshots
     TRIAL_STEPS = 5  # a snapshot is trusted once it is this many steps old
 
     def __init__(self, trainer: Trainer, log):

@@ -349,7 +349,7 @@ def test_a_vector_whose_gradient_is_not_finite_is_a_difference(monkeypatch):
 
 
 def test_both_replays_of_a_graph_are_compared(monkeypatch):
-    check = gpt.FormCheck(smoke_config(), DEVICE)
     for wrong in range(2):
+        check = gpt.FormCheck(smoke_config(), DEVICE)
         monkeypatch.setattr(gpt.FormCheck, "find_error", lambda *args, wrong=wrong: "wrong" if args[4] == wrong else "")
         assert check.find_graph_error([], torch.float32) == "wrong"
