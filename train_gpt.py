@@ -4478,7 +4478,7 @@ def read_shard_header(path: str):
     header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_BYTES // 4)
     if len(header) * 4 < SHARD_HEADER_BYTES or header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
         raise RunError(f"{path} is not a token shard (magic {SHARD_MAGIC}, version {SHARD_VERSION}): "
-                       "convert text with python data/text.py PATH --out FOLDER", 2)
+                       "convert text with ./run.sh data/text.py PATH --out FOLDER", 2)
     size, needed = os.path.getsize(path), SHARD_HEADER_BYTES + 2 * max(1, int(header[2]))
     if size != needed:
         raise RunError(f"{path} has {size} bytes, but needs {needed} by its header: {SHARD_REMEDY}", 2)
@@ -4523,10 +4523,10 @@ def find_shards(pattern: str, field: str):
             place = f"{glob.escape(place)}/{field.removesuffix('_files')}_*.bin"
         paths = paths or sorted(glob.glob(place))
     if not paths:
-        raise RunError(f"--{field}={pattern} matches no file: run python data/cached_fineweb10B.py for "
-                       "FineWeb (--vocab_size=50257), python data/text.py for the PyTorch source (257), "
-                       "python data/tiny_shakespeare.py (257), or python data/text.py PATH --out FOLDER for "
-                       "your own text (257)", 2)
+        raise RunError(f"--{field}={pattern} matches no file: run ./run.sh data/cached_fineweb10B.py for "
+                       "FineWeb (--vocab_size=50257), ./run.sh data/text.py for the PyTorch source (257), "
+                       "./run.sh data/tiny_shakespeare.py (257), or ./run.sh data/text.py PATH --out FOLDER "
+                       "for your own text (257)", 2)
     return paths
 
 
@@ -4636,7 +4636,8 @@ def convert(value, kind: type):
     if kind is int and isinstance(value, float) and value.is_integer():  # 1e3
         return int(value)
     if type(value) is not kind and not (kind is float and type(value) is int):
-        raise ValueError(f"{value!r} is not of type {getattr(kind, '__name__', kind)}")
+        expected = "on or off" if kind is bool else getattr(kind, "__name__", kind)
+        raise ValueError(f"{value!r} is not {expected}")
     return value
 
 
@@ -4815,7 +4816,8 @@ def find_problems(cfg: Config):
     width = cfg.num_heads * cfg.head_dim
     longest = cfg.micro_batch_tokens
     yield cfg.attention_gate_dim > width, f"--attention_gate_dim={cfg.attention_gate_dim} exceeds {width}"
-    yield cfg.model_dim != width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {width}"
+    yield (cfg.model_dim != width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {width}: "
+           f"give a multiple of --head_dim={cfg.head_dim}")
     for name, group in cfg.groups.items():
         rules = [key for key, rule in RULES.items() if not (
             rule.row_state and name != "ngram" or rule.whole_matrix and name != "matrix")]

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Compare preset quick with nanoGPT's recipe for CPUs by whole-process time, on eight small texts.
 
-    python benchmarks/compare_nanogpt.py                # an hour on two cores, prints a table for RESULTS.md
-    python benchmarks/compare_nanogpt.py --seeds=1 --only=code
-    python benchmarks/compare_nanogpt.py --shakespeare  # preset shakespeare on tiny Shakespeare
+    ./run.sh benchmarks/compare_nanogpt.py  # an hour on two cores, prints a table for RESULTS.md
+    ./run.sh benchmarks/compare_nanogpt.py --seeds=1 --only=code
+    ./run.sh benchmarks/compare_nanogpt.py --shakespeare  # preset shakespeare on tiny Shakespeare
 
 That recipe: 4 layers, width 128, 4 heads, context 64, 12 sequences a step, 2000 steps, AdamW (lr 1e-3, betas
 0.9, 0.99), float32: gpt2_baseline.py at this size. quick runs in float32, and in bfloat16 if it is fast.
@@ -207,7 +207,7 @@ def compare_shakespeare(folder: Path, seeds: int) -> str:
     """Run both on tiny Shakespeare over seeds and dtypes, interleaved. Returns the table."""
     if not all(list_visible(folder, f"{split}_*.bin") for split in ("train", "val")):
         out = "" if folder == SHAKESPEARE else f" --out={shlex.quote(str(folder))}"
-        raise RecordError(f"{folder} has no shards: run python data/tiny_shakespeare.py{out}")
+        raise RecordError(f"{folder} has no shards: run ./run.sh data/tiny_shakespeare.py{out}")
     data = [f"--{split}_files={folder.absolute()}" for split in ("train", "val")]
     late = [f"--train_files={folder.absolute()}/train_000001.bin", data[1]]  # as the preset: the last 70 %
     lines = [f"| seed | recipe | dtype | s to {TARGET} | ratio | final loss | s in all | process, s |",

@@ -2,7 +2,7 @@
 """Split the loss of a model into tokens that it could copy from its context, and the rest.
 
     python train_gpt.py --preset=laptop_32 --seed=1 --checkpoint_every=240
-    python benchmarks/copy_loss.py checkpoints/*/*/step_*
+    ./run.sh benchmarks/copy_loss.py checkpoints/*/*/step_*
 
 Prints for each checkpoint the validation loss (nats per token, first 65,536 tokens), the loss on repeats,
 and the loss on the rest. A token is a repeat if the 8 tokens before it also occur earlier in its document,

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Train a plain GPT-2 on the laptop track's data, as a baseline for preset laptop.
 
-    python benchmarks/gpt2_baseline.py --seconds 80 --lr 3e-3
-    python benchmarks/gpt2_baseline.py --val_every=100 --target=2   # also print when it reaches this loss
+    ./run.sh benchmarks/gpt2_baseline.py --seconds 80 --lr 3e-3
+    ./run.sh benchmarks/gpt2_baseline.py --val_every=100 --target=2   # also print when it reaches this loss
 
 LayerNorm, GELU, learned positions, biases, tied head, AdamW (decay 0.1), clipping, warm-up and cosine over
 the budget: nanoGPT's recipe, with bfloat16 autocast. Uses the width, depth, shards, validation tokens and

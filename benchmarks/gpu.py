@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Run all measurements that need a GPU, in one command of less than nine minutes.
 
-    python benchmarks/gpu.py                                  # on FineWeb, or --train_files and --val_files
-    python benchmarks/gpu.py --seconds=1700                   # all parts, of which half fit in nine minutes
-    python benchmarks/gpu.py --parts=record_92,tune            # only these
-    python benchmarks/gpu.py --rehearse --out=/tmp/rehearsal  # on the CPU at toy size, two minutes
+    ./run.sh benchmarks/gpu.py  # on FineWeb, or --train_files and --val_files
+    ./run.sh benchmarks/gpu.py --seconds=1700  # all parts, of which half fit in nine minutes
+    ./run.sh benchmarks/gpu.py --parts=record_92,tune  # only these
+    ./run.sh benchmarks/gpu.py --rehearse --out=/tmp/rehearsal  # on the CPU at toy size, two minutes
 
 The parts run in order of their value. A part that needs more than the remaining seconds is skipped. Parts:
 PARTS

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Time and error of each kernel at the sizes of the record, and its share of the limit.
 
-    python benchmarks/kernels.py --variants --json=kernels.json         # on a GPU: a table for RESULTS.md
-    python benchmarks/kernels.py --only=relu2,head --num_tokens=49152   # some kernels, one size
-    python benchmarks/kernels.py --variants --card=h100                 # without a GPU: registers, spills
+    ./run.sh benchmarks/kernels.py --variants --json=kernels.json         # on a GPU: a table for RESULTS.md
+    ./run.sh benchmarks/kernels.py --only=relu2,head --num_tokens=49152   # some kernels, one size
+    ./run.sh benchmarks/kernels.py --variants --card=h100                 # without a GPU: registers, spills
 
 Takes the options of train_gpt.py, by default of `record_92`. --variants adds candidates that train_gpt.py
 does not use. The limit is the longer of two times: FLOPs at the rate of a large matmul, and bytes (each

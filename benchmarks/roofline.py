@@ -1,6 +1,6 @@
 """Predict the least time of a training step and its parts from compiled code, without the GPU.
 
-    python benchmarks/roofline.py [--folder=FOLDER] [--cards=h200,h100,a100,4090] [--launches=1106]
+    ./run.sh benchmarks/roofline.py [--folder=FOLDER] [--cards=h200,h100,a100,4090] [--launches=1106]
                                   [--us_per_launch=41] [train_gpt.py options]
 
 Compiles the step for each GPU (tests/cuda_without_gpu/cuda_compile.py, 2 to 10 minutes each) and keeps the

@@ -2,7 +2,7 @@
 """Compare sampled text with held-out text, at several temperatures and top_p.
 
     python train_gpt.py --preset=shakespeare
-    python benchmarks/sampling.py checkpoints/*/*/model.pt
+    ./run.sh benchmarks/sampling.py checkpoints/*/*/model.pt
 
 Prompts are 64 characters of the validation text, and 256 are sampled after each. The table has percentages
 of words of three or more letters that are in the text the run read, of distinct 4-grams of words that occur

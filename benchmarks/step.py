@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Time of a training step and of its parts.
 
-    python benchmarks/step.py --preset=laptop                   # a table, with --json FILE and --trace FILE
-    python benchmarks/step.py --preset=laptop --compare='--compile=on'   # the ratio of two configs
+    ./run.sh benchmarks/step.py --preset=laptop  # a table, with --json FILE and --trace FILE
+    ./run.sh benchmarks/step.py --preset=laptop --compare='--compile=on'   # the ratio of two configs
     torchrun --standalone --nproc_per_node=8 benchmarks/step.py --num_steps=60
-    python benchmarks/step.py --predict_ranks=8                 # a simulated step on 8 devices like this one
-    python benchmarks/step.py --preset=record_92 --data_ranks=1,8 --num_steps=120   # only the data thread
+    ./run.sh benchmarks/step.py --predict_ranks=8  # a simulated step on 8 devices like this one
+    ./run.sh benchmarks/step.py --preset=record_92 --data_ranks=1,8 --num_steps=120   # only the data thread
 
 Takes the options of train_gpt.py. Warms up as a real run does, and times each step of a short run through
 all stages. Two configs are interleaved step by step. A few more steps under the profiler give the parts of a

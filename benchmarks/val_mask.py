@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure a model's validation loss without tokens that the tokenizer never emits (record 91, 2026-08-06).
 
-    python benchmarks/val_mask.py checkpoints/<key>/<run_id>/model.pt
+    ./run.sh benchmarks/val_mask.py checkpoints/<key>/<run_id>/model.pt
 
 GPT-2's tokenizer never emits some tokens directly after some others. With probability 0 for them the loss of
 record 91 is about 0.0017 lower. Prints both losses.

@@ -2,8 +2,8 @@
 """Download FineWeb shards of 100 M GPT-2 tokens each (hub dataset kjj0/fineweb10B-gpt2), and GPT-2's
 vocabulary (hub model openai-community/gpt2), which preset record_92 reads.
 
-    python data/cached_fineweb10B.py 10    # the validation shard and 10 training shards: all of record 32
-    python data/cached_fineweb10B.py       # all 103
+    ./run.sh data/cached_fineweb10B.py 10    # the validation shard and 10 training shards: all of record 32
+    ./run.sh data/cached_fineweb10B.py       # all 103
 
 A broken connection is resumed a few times. If the command fails, repeat it: it keeps complete files. Each
 file, also a kept one, is compared with the hub's checksum. If the hub cannot be asked, complete files are

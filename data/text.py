@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Turn text on this machine into token shards that train_gpt.py reads.
 
-    python data/text.py                                   # the PyTorch source -> data/torch_source
-    python data/text.py ~/notes book.txt --out data/mine  # your own files and folders, one token per byte
-    python data/text.py ~/notes --out data/mine --tokenizer gpt2    # GPT-2 tokens. Needs tiktoken
-    python data/text.py dump.jsonl.gz ~/notes --out data/mine --exclude='*.log' --exclude='old/*'
+    ./run.sh data/text.py                                   # the PyTorch source -> data/torch_source
+    ./run.sh data/text.py ~/notes book.txt --out data/mine  # your own files and folders, one token per byte
+    ./run.sh data/text.py ~/notes --out data/mine --tokenizer gpt2    # GPT-2 tokens. Needs tiktoken
+    ./run.sh data/text.py dump.jsonl.gz ~/notes --out data/mine --exclude='*.log' --exclude='old/*'
 
 A text is a file, the key "text" of a line in a .jsonl file, or the column "text" of a row in a .csv, .tsv or
 .parquet file. --key names another key or column. Files that end with .gz are unpacked. UTF-16 with a byte

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Download tiny Shakespeare (1.1 MB), the text of nanoGPT's first example, and write it as shards.
 
-    python data/tiny_shakespeare.py              # from the char-rnn repository on GitHub, as nanoGPT does
-    python data/tiny_shakespeare.py input.txt    # from a file, for a machine without network
+    ./run.sh data/tiny_shakespeare.py              # from the char-rnn repository on GitHub, as nanoGPT does
+    ./run.sh data/tiny_shakespeare.py input.txt    # from a file, for a machine without network
 
 The first 90 % of the bytes are for training, and the rest for validation, as in nanoGPT. One token per byte.
 Training has two shards: the first 30 % of its bytes, which preset shakespeare leaves out, and the rest. The

@@ -301,7 +301,7 @@ def test_both_recipes_to_the_loss_of_tiny_shakespeare(tmp_path, monkeypatch, cap
     monkeypatch.setattr(compare_nanogpt, "list_dtypes", lambda: ["float32", "bfloat16"])
     monkeypatch.setattr(sys, "argv", ["compare_nanogpt.py", f"--shakespeare={tmp_path}", "--seeds=2"])
     status, out, errors = call_tool(capsys, compare_nanogpt.main)
-    assert (status, out, runs) == (2, "", []) and f"run python data/tiny_shakespeare.py --out={tmp_path}\n" in errors
+    assert (status, out, runs) == (2, "", []) and f"run ./run.sh data/tiny_shakespeare.py --out={tmp_path}\n" in errors
     for name in ("train_000000.bin", "val_000000.bin"):
         (tmp_path / name).touch()
     status, out, _ = call_tool(capsys, compare_nanogpt.main)

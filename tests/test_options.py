@@ -115,4 +115,4 @@ def test_each_option_changes_training_or_is_refused(shards):
     active, _ = try_options("smoke", names, shards)
     assert len(active) >= 65
     others, idle = try_options("smoke_92", names - active, shards)
-    assert len(others) >= 30 and idle <= {"--state_dtype=storage"}  # its parameters are stored in float32
+    assert len(others) >= 15 and idle <= {"--state_dtype=storage"}  # its parameters are stored in float32

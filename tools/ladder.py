@@ -1,10 +1,10 @@
 """Run a laptop ladder: each rung over several seeds, with the frozen script of its folder.
 
-    python tools/ladder.py                 # missing runs of the committed ladder. All take two hours
-    python tools/ladder.py --only=adamw_rotary,sigmoid_skips --end_seeds=12
-    python tools/ladder.py --ladder=records/laptop/2026-11-22_frontier
+    ./run.sh tools/ladder.py                 # missing runs of the committed ladder. All take two hours
+    ./run.sh tools/ladder.py --only=adamw_rotary,sigmoid_skips --end_seeds=12
+    ./run.sh tools/ladder.py --ladder=records/laptop/2026-11-22_frontier
 
-    python tools/ladder.py --only=muon --extra='--matrix_lr=0.03'    # a trial, in logs/trials
+    ./run.sh tools/ladder.py --only=muon --extra='--matrix_lr=0.03'    # a trial, in logs/trials
 
 The order is seed by seed over all rungs, so that a drift of the machine's speed affects all rungs equally.
 Finished runs are kept. After an interruption the command continues with the interrupted run. Runs with
@@ -118,7 +118,7 @@ def main() -> None:
         results.run_missing(runs, done.__getitem__, source, "ladder.py", Path(place),
                             lambda name, _: keep_run(Path(place), ladder / name))
     if args.extra:
-        print(f"the trial: python tools/validate.py {shlex.quote(str(ladder))}/*/")
+        print(f"the trial: ./run.sh tools/validate.py {shlex.quote(str(ladder))}/*/")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write records/README.md, its pictures and the marked blocks of README.md and docs/*.md.
 
-    python tools/leaderboard.py
+    ./run.sh tools/leaderboard.py
 
 Run it after adding a record or changing a preset. A test fails if the pages are out of date. The numbers
 come from the json files of the runs and from the presets, and the published minutes from published.csv. A
@@ -29,9 +29,9 @@ with require_packages():
 
 HEAD = """# Records
 
-`python tools/leaderboard.py` writes this page from the json files in these folders. Edits are lost.
+`./run.sh tools/leaderboard.py` writes this page from the json files in these folders. Edits are lost.
 A folder holds the script that ran, and the log and the result of each run. A ladder has a folder for each of
-its rungs. `python tools/replay.py FOLDER` repeats a record and compares the losses. To repeat it manually,
+its rungs. `./run.sh tools/replay.py FOLDER` repeats a record and compares the losses. To repeat it manually,
 with its files in `logs/`, run `python records/<track>/<folder>/train_gpt.py <argv of its json> --record=`.
 
 Verdicts on changes are "helps" and "hurts" if p < 0.05 after Holm's correction for the number of rows in the
@@ -68,8 +68,8 @@ Every rung is a preset of the ladder's script. `<date>_<name>` is the published 
 python records/{ladder}/train_gpt.py --list_presets
 python records/{ladder}/train_gpt.py --preset=2024-11-10_unet_skips
 python records/{ladder}/train_gpt.py --preset=laptop_2024-11-10_unet_skips
-python tools/replay.py records/{ladder}/unet_skips
-python tools/ladder.py --only=unet_skips --seeds=4
+./run.sh tools/replay.py records/{ladder}/unet_skips
+./run.sh tools/ladder.py --only=unet_skips --seeds=4
 ```
 
 The fourth line repeats a rung's record, and the fifth gives the rung a fourth seed. On another machine than
@@ -124,7 +124,7 @@ In the table, p is a one-sided t-test of the mean against the track's target. "H
 the rung before, corrected for the {num_effects} effects of the table.
 
 ```
-python tools/ladder.py --ladder=records/laptop/{folder}
+./run.sh tools/ladder.py --ladder=records/laptop/{folder}
 ```
 
 ![record 89, block by block](frontier.svg)

@@ -1,8 +1,8 @@
 """Draw record folders, results of any runs, or their telemetry, as PNG and SVG.
 
-    python tools/plot.py records/laptop/*_ladder/{target,sigmoid_skips} --out=curves
-    python tools/plot.py logs/*.json --out=curves
-    python tools/plot.py logs/*.jsonl --out=runs
+    ./run.sh tools/plot.py records/laptop/*_ladder/{target,sigmoid_skips} --out=curves
+    ./run.sh tools/plot.py logs/*.json --out=curves
+    ./run.sh tools/plot.py logs/*.jsonl --out=runs
 
 Folders: validation loss against training time and against tokens, with a line for each run, a color for each
 folder, and a dashed target. Results: also the training loss, thin, and each run is named by the options in

@@ -1,8 +1,8 @@
 """Repeat runs of records and compare. On the recorded CPU and PyTorch all losses are equal bits.
 
-    python tools/replay.py records/laptop/2026-11-21_ladder/muon    # each run of the folder
-    python tools/replay.py --random=1 --most_seconds=45    # one of the runs in records/ of at most 45 s
-    python tools/replay.py --all                           # all of records/, takes hours
+    ./run.sh tools/replay.py records/laptop/2026-11-21_ladder/muon    # each run of the folder
+    ./run.sh tools/replay.py --random=1 --most_seconds=45    # one of the runs in records/ of at most 45 s
+    ./run.sh tools/replay.py --all                           # all of records/, takes hours
 
 The record's script runs in the root of the repository with the recorded options, always from the first step.
 The result goes to a temporary folder. A result with a key is repeated by --preset=<run_id>.json, an older

@@ -354,7 +354,8 @@ def compare(ours: Record, theirs: Record, kind: str = "losses") -> Effect:
     left, right = (record.losses if kind == "losses" else record.seconds for record in (ours, theirs))
     seeds = sorted(left.keys() & right.keys())
     if not seeds:
-        raise RecordError(f"{ours.folder} and {theirs.folder} share no seed: run one seed of both")
+        raise RecordError(f"{ours.folder} and {theirs.folder} share no seed ({sorted(left)} and "
+                          f"{sorted(right)}): run one seed of both")
     gaps = [left[seed] - right[seed] for seed in seeds]
     mean = statistics.mean(gaps)
     if max(gaps) - min(gaps) < 1e-12:  # rounding

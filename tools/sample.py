@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Write text with a trained model.
 
-    python tools/sample.py checkpoints --prompt='def '        # the newest model or checkpoint of a folder
-    python tools/sample.py checkpoints/<key>/<run_id>/model.pt --num_samples=3
-    python tools/sample.py checkpoints --prompt=- < story.txt # the prompt from standard input
+    ./run.sh tools/sample.py checkpoints --prompt='def '        # the newest model or checkpoint of a folder
+    ./run.sh tools/sample.py checkpoints/<key>/<run_id>/model.pt --num_samples=3
+    ./run.sh tools/sample.py checkpoints --prompt=- < story.txt # the prompt from standard input
 
 The tokenizer follows from the vocabulary size: bytes, or GPT-2's if tiktoken is installed. Without one the
 prompt and the text are token ids. Each new token recomputes the whole text, in float32.

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write a preset for a model of any depth. All other sizes follow from the depth.
 
-    python tools/scale_by_depth.py 24      # as nanochat scales it. Writes presets/d24.json
-    python tools/scale_by_depth.py 24 --rule=normuonh --name=d24_muonh  # with the recipe of preset muonh
+    ./run.sh tools/scale_by_depth.py 24      # as nanochat scales it. Writes presets/d24.json
+    ./run.sh tools/scale_by_depth.py 24 --rule=normuonh --name=d24_muonh  # with the recipe of preset muonh
     python train_gpt.py --preset=d24
 
 A model has 64 * depth channels, rounded up to a multiple of 128. Batch, learning rates and decay are scaled

@@ -1,8 +1,8 @@
 """Test record folders over their seeds.
 
     ladder=records/laptop/2026-11-21_ladder
-    python tools/validate.py $ladder/sigmoid_skips
-    python tools/validate.py $ladder/muon --baseline=$ladder/adamw_rotary
+    ./run.sh tools/validate.py $ladder/sigmoid_skips
+    ./run.sh tools/validate.py $ladder/muon --baseline=$ladder/adamw_rotary
 
 Prints for each folder the number of runs, mean, standard deviation and minimum of the final validation loss,
 the one-sided t-test of the mean against the track's target, and the training time. Resumed runs and runs in
@@ -41,7 +41,9 @@ def format_record(record: results.Record, target: float | None, sets_target: boo
     elif target is not None:
         is_below = summary.p < 0.01
         verdict += f", p = {summary.p:.2g}: {'below' if is_below else 'not shown to be below'}"
-    replays = f", {record.num_replays} replays left out" if record.num_replays else ""
+    replays = ""
+    if record.num_replays:
+        replays = f", {record.num_replays} replay{'s' * (record.num_replays > 1)} left out"
     incidents = f" ({record.incidents})" if record.incidents else ""
     return (f"{record.folder}: n = {summary.n}{replays}{incidents}, loss {summary.mean:.4f}{spread}, "
             f"{statistics.mean(record.seconds.values()):.1f} s, {verdict}"), is_below
