@@ -2524,8 +2524,8 @@ class Optimizer:
         return all(bucket.group.is_due(self.step_count - 1, self.late_step) for bucket in self.updated)
 
 # ==== TABLES ===============================================================================================
-# The rows of value and n-gram embeddings are divided among the ranks. The data thread finds the distinct
-# rows that each rank reads in a micro-batch, and their order. Forward fetches them from their owners. What
+# The rows of value and n-gram embeddings are divided among the ranks. add_plans() finds the distinct rows
+# that each rank reads in a micro-batch, and their order. Forward fetches them from their owners. What
 # the tokens read is a leaf of autograd. Its hook sums the gradients of equal rows, and sends them back. So
 # no row numbers are sent, and neither counts nor sums depend on the order of arrival.
 
@@ -4563,8 +4563,8 @@ def fingerprint(shards: Iterable[Shard]):
 # From a command line to a Config: preset, options, --without. To add a check, add it to find_problems().
 
 # Parts of a recipe that --without leaves out, and the options that leave each one out. More parts are
-# options with an `off` value, and fields of LayerSpec, see list_parts(). Fields of `layers` and `stages` are
-# set in all rows
+# options with an `off` value, and fields of LayerSpec that are off by default, see list_parts(). Fields of
+# `layers` and `stages` are set in all rows
 PARTS = {
     "muon": dict(matrix_rule="adamw", matrix_lr=0.0018, matrix_betas=(0.9, 0.95), matrix_weight_decay=0.1,
                  mlp_lr_mul=(1.0, 1.0)),  # AdamW of record 2
