@@ -64,8 +64,11 @@ fi
 export RUN_SH=$0  # printed commands start with it
 if [[ $RUN_SH != */* ]]; then RUN_SH=./$RUN_SH; fi
 if [[ ${1:-} == [^-]*.py ]]; then
-  new=tools/${1##*/}
-  new=${new/make_/} new=${new/run_/}  # names until 2026-11-29
+  case ${1##*/} in  # names until 2026-11-29
+    ablate.py | compare_scripts.py | cpu_ablation.py | rules.py) new=tools/compare.py ;;
+    make_leaderboard.py | run_ladder.py) new=tools/${1##*_} ;;
+    *) new=tools/${1##*/} ;;
+  esac
   [[ -e $root/$1 || ! -e $root/$new ]] || stop "$1 is now $new"
   exec "$python" "$root/$1" "${@:2}"
 fi

@@ -120,8 +120,8 @@ class LayerSpec:
     gates_from: int | None = None  # a layer from whose input scalars of this layer are computed, per token:
     #   - the scales of head_gate and xsa. Without gates_from they are learned, in group mix
     #   - a factor of the U-Net skip. Without gates_from it has none
-    #   - with x0_mix=after_attention the weights of x0 and n-grams. Without gates_from they are learned. In
-    #     a layer with mudd_in they are computed like its dense connections
+    #   - with x0_mix=after_attention the weights of x0 and n-grams. Without gates_from they are learned. A
+    #     layer with mudd_in computes them itself, as the weights of its dense connections
     mudd_in: tuple[str, ...] = ()  # activations added to input and values with per-token weights
     mudd_out: tuple[str, ...] = ()  # as mudd_in, added to the output. Also attn_in, mlp_in: normed inputs
 
@@ -226,7 +226,8 @@ class Config:
     extension_steps: int = option(0, "final steps, included in num_iterations, that run the last stage", 0)
     tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", 128)
     seq_len: int = option(49_152, "tokens per packed sequence, independent of the number of ranks", 128)
-    micro_batch_tokens: int = option(49_152, "token limit per forward-backward, also of validation", 128)
+    micro_batch_tokens: int = option(49_152, "most tokens of a forward pass, but a validation sequence may "
+                                     "have more", 128)
     sequence_start: str = option("document", "start of packed sequences: a document, or the previous end",
                                  choices=("document", "anywhere"), off="anywhere")
     max_doc_len: int = option(2048, "tokens of a document, with sequence_start=document", 2)
@@ -2324,7 +2325,7 @@ class Average(typing.NamedTuple):
 # Record 92. vo and up_down have two averages: the first replaces them, then they move to the second. Embed
 # and head change in every second step. The record averages them in these steps, with the weight
 # 1 - (1 - rate)^2. Here they are averaged in every step with the weight `rate`: two averagings of one value
-# have this weight. Only the last step has one averaging.
+# have this weight. Only the change of the last step is averaged once.
 AVERAGES_STEPS = 1194
 AVERAGES = (
     Average(("embed", "head"), 896 / 1194, 1, 2 / 299, 0.65),
@@ -3644,7 +3645,8 @@ class DelayedScales:
                 leaf.grad = None
 
     def update(self):
-        """Set the scales of the next step, from the amax over all ranks. One of 0, inf or NaN is ignored."""
+        """Set the scales of the next step, from the amax over all ranks. An amax of 0, inf or NaN leaves
+        its scale as it is."""
         if self.amax is not None:
             amax = self.comm.all_reduce(self.amax, dist.ReduceOp.MAX)
             new = (amax * self.factors).maximum(self.floors)
@@ -4523,10 +4525,10 @@ def find_shards(pattern: str, field: str):
             place = f"{glob.escape(place)}/{field.removesuffix('_files')}_*.bin"
         paths = paths or sorted(glob.glob(place))
     if not paths:
-        raise RunError(f"--{field}={pattern} matches no file: run ./run.sh data/cached_fineweb10B.py for "
-                       "FineWeb (--vocab_size=50257), ./run.sh data/text.py for the PyTorch source (257), "
-                       "./run.sh data/tiny_shakespeare.py (257), or ./run.sh data/text.py PATH --out FOLDER "
-                       "for your own text (257)", 2)
+        raise RunError(f"--{field}={pattern} matches no file: get FineWeb with ./run.sh "
+                       "data/cached_fineweb10B.py (--vocab_size=50257), the PyTorch source with ./run.sh "
+                       "data/text.py (257), tiny Shakespeare with ./run.sh data/tiny_shakespeare.py (257), "
+                       "or your own text with ./run.sh data/text.py PATH --out FOLDER (257)", 2)
     return paths
 
 
@@ -4685,9 +4687,9 @@ OLD_PRESETS = {"track_1": "record_32", "frontier": "record_92", "smoke_frontier"
 
 
 def load_preset(name: str):
-    """A preset with its parents' values: of PRESETS, presets/NAME.json, or a .json file. The file is
-    a preset, or the output of --print_config, or the result of a run. With the last two, cfg.preset is the
-    name that they contain."""
+    """A preset with its parents' values: of PRESETS, presets/NAME.json, or a .json file. The file is a
+    preset, the output of --print_config, or the result of a run. With the last two, cfg.preset is the name
+    that they contain."""
     if name in PRESETS:
         parent, _, changes = PRESETS[name]
     else:
@@ -4696,8 +4698,8 @@ def load_preset(name: str):
         path = next(filter(Path.is_file, [*places, Path(name)]), None)
         if path is None:
             old_name = f"now named {OLD_PRESETS[name]}" if name in OLD_PRESETS else "not a preset"
-            raise RunError(f"--preset={name} is {old_name}: give {', '.join(PRESETS)}, a name in "
-                           "presets, or a .json file", 2)
+            raise RunError(f"--preset={name} is {old_name}: give {', '.join(PRESETS)}, the name of a file "
+                           "in presets/, or a .json file", 2)
         try:
             content = json.loads(path.read_text())
             if "config" in content or "derived" in content:
@@ -4756,7 +4758,7 @@ def parse_argv(argv: list[str]):
     cfg = load_preset(choose_preset(given.preset, given.device))
 
     parser = Parser("train_gpt.py", "%(prog)s [--option=value ...]    (or torchrun ..., or ./run.sh)",
-                    f"Presets: {', '.join(PRESETS)}, and presets. Defaults of {cfg.preset}:",
+                    f"Presets: {', '.join(PRESETS)}, and files in presets/. Defaults of {cfg.preset}:",
                     argument_default=argparse.SUPPRESS, allow_abbrev=False)
     parser.add_argument("--print_config", action="store_true",
                         help="the config as JSON. Needs no device, and data only for num_iterations=0")
@@ -5484,13 +5486,13 @@ class Checkpoints(AbstractContextManager):
             self.log.run, progress=dataclasses.asdict(trainer.progress), is_tied=trainer.model.is_tied,
             optimizer_steps=trainer.optimizer.step_count, bos=self.bos, val_points=self.log.val_points,
             train_points=self.log.train_points)
-        rows = {entry: rows.to("cpu", copy=True)  # a file of a view would have its whole bucket
-                for entry, rows in collect_rows(trainer).items()}
+        copies = {entry: rows.to("cpu", copy=True)  # a file of a view would have its whole bucket
+                  for entry, rows in collect_rows(trainer).items()}
         problem = ""
         try:
             if rt.is_main:
                 write_atomic(folder / "state.json", json.dumps(metadata).encode())
-            write_atomic(folder / f"rank{rt.comm.rank}.pt", functools.partial(torch.save, rows))
+            write_atomic(folder / f"rank{rt.comm.rank}.pt", functools.partial(torch.save, copies))
         except OSError as error:
             problem = f"{folder} was not written: {error}"
         self.problem = max(rt.comm.gather_objects(problem))

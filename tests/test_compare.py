@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, data_args, gpt
+from conftest import ROOT, TINY, data_args
 
 from tools import compare
 
@@ -171,4 +171,3 @@ def test_a_run_that_fails_is_one_line(shards, monkeypatch, capsys, tmp_path):
     assert compare.main() == 2
     errors = capsys.readouterr().err.splitlines()
     assert errors[-1].startswith("compare.py: error: ") and "seq_len=100" in errors[-1]
-    assert gpt.make_config(dict(preset="smoke")).seq_len == 512

@@ -1,4 +1,5 @@
-"""Communication and saves overlap with computation: each part waits only for the parameters that it reads."""
+"""Communication overlaps with computation: each part waits only for the parameters that it reads. Saves are off the
+clock."""
 
 from types import SimpleNamespace
 

@@ -77,6 +77,25 @@ def test_a_missing_corpus_is_made_first(calls_of):
         assert "make_embedded_corpus" in made and started == call
 
 
+@pytest.mark.parametrize("old, new", [
+    ("records/sample.py", "sample"), ("records/make_leaderboard.py", "leaderboard"), ("records/run_ladder.py", "ladder"),
+    ("records/ablate.py", "compare"), ("benchmarks/compare_scripts.py", "compare"), ("benchmarks/rules.py", "compare")])
+def test_an_old_path_ends_with_the_new_one(old, new):
+    done = subprocess.run([ROOT / "run.sh", old], capture_output=True, text=True, env=os.environ | {"NPROC": "1"})
+    assert (done.returncode, done.stderr) == (2, f"run.sh: error: {old} is now tools/{new}.py\n")
+
+
+@pytest.mark.parametrize("word, has_tools, has_tests", [
+    ("test", True, True), ("tools/plot.py", True, False), ("benchmarks/step.py", True, False),
+    ("tools/sample.py", False, False), ("data/text.py", False, False), ("--seed=1", False, False)])
+def test_a_command_needs_only_its_packages(calls_of, tmp_path, word, has_tools, has_tests):
+    python = tmp_path / ".venv/bin/python"
+    python.write_text(python.read_text() + f'[[ $2 == *find_spec* ]] && echo "$*" > "{tmp_path}/packages"; true\n')
+    calls_of(word, nproc="1")
+    packages = (tmp_path / "packages").read_text().split()
+    assert ("scipy" in packages, "pytest" in packages) == (has_tools, has_tests) and "numpy" in packages
+
+
 def test_an_interruption_ends_it(tmp_path):
     """Although the Python that looks for packages ignores it. Nothing is started after it."""
     python, notes, begun = tmp_path / ".venv/bin/python", tmp_path / "calls", tmp_path / "begun"

@@ -347,10 +347,12 @@ class Comparison:
             squares.append(statistics.variance([run.step_ms / mean for run in runs]))
         runs = [run for side in self.others for pair in self.list_pairs(side) for run in pair]
         loads = [load for run in runs for load in run.load]
+        clocks = [run.clock for run in runs if math.isfinite(run.clock)]
         lines = [f"noise: the time of a step varies by {math.sqrt(statistics.mean(squares)):.1%} (standard "
                  "deviation) between runs of the base",
-                 f"load average {min(loads):.1f} to {max(loads):.1f}, clock "
-                 f"{min(run.clock for run in runs):.0f} to {max(run.clock for run in runs):.0f} MHz"]
+                 f"load average {min(loads):.1f} to {max(loads):.1f}"]
+        if clocks:
+            lines.append(f"clock {min(clocks):.0f} to {max(clocks):.0f} MHz")
         disturbed = [run.others for run in runs if run.others > 0.2]
         if disturbed:
             lines.append(f"in {len(disturbed)} of {len(runs)} runs other processes used up to "
