@@ -21,8 +21,11 @@ def call(monkeypatch, capsys, *words: str, answer: str = "") -> str:
 
 @pytest.fixture
 def names(shards, here, monkeypatch) -> list[str]:
-    """A run that has ended, and one that was stopped at step 4 of 6."""
-    ended = run(shards, "--num_iterations=2", AT_THE_END)
+    """A run that has ended, and one that was stopped at step 4 of 6. A record of another machine is not listed."""
+    other = Path("records/try/2026-01-01_other/20260101-000000_seed0_0.json")
+    other.parent.mkdir(parents=True)
+    other.write_text("{}")
+    ended = run(shards, "--num_iterations=2", "--record=mine", AT_THE_END)
     with monkeypatch.context() as patch:
         before_call(patch, gpt.Trainer, "train_step", lambda trainer, *_: (
             trainer.progress.step == 3 and signal.raise_signal(signal.SIGTERM)))
@@ -48,7 +51,7 @@ def test_it_lists_runs_and_removes_their_files(names, monkeypatch, capsys):
         assert "is in use" in call(monkeypatch, capsys, "--keep=0", answer="y\n")
     assert len(files()) == 3
     call(monkeypatch, capsys, "--keep=0", answer="y\n")
-    assert files() == ["mine.txt"] and len(list(Path("logs").glob("*.json"))) == 1
+    assert files() == ["mine.txt"] and len(list(Path("records/try").glob("*_mine/*.json"))) == 1
 
 
 def test_an_unknown_run_is_named(here, monkeypatch, capsys):

@@ -71,14 +71,16 @@ class Run(NamedTuple):
 
 
 def list_runs(root: Path) -> list[Run]:
-    """All runs with a result or a checkpoint below a folder, the newest first."""
+    """All runs with a result in logs/ or a folder in checkpoints/, the newest first. A record's result is in
+    records/."""
     results = {}
-    for path in [*root.glob("logs/*_seed*.json"), *root.glob("records/*/*/*_seed*.json")]:
+    folders = {path.name: path for path in root.glob("checkpoints/*/*_seed*") if path.is_dir()}
+    of_records = [path for path in root.glob("records/*/*/*_seed*.json") if path.stem in folders]
+    for path in [*root.glob("logs/*_seed*.json"), *of_records]:
         try:
             results[path.stem] = json.loads(path.read_text())
         except ValueError as error:
             raise RecordError(f"{path} is no result ({error}): remove it") from None
-    folders = {path.name: path for path in root.glob("checkpoints/*/*_seed*") if path.is_dir()}
     return [Run(name, results.get(name, {}), folders.get(name))
             for name in sorted({*results, *folders}, reverse=True)]
 
