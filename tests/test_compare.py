@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, data_args
+from conftest import ROOT, TINY, data_args, launch
+from scipy import stats
 
-from tools import compare
+from tools import compare, replay, results, validate
 
 CLOCK = """
 if __name__ == "__main__":
@@ -71,12 +72,12 @@ def test_several_sides_share_the_error():
     """Holm: the smallest p is compared with a third of the error, the next one with a half, and so on."""
     def make_sample(p: float) -> list[float]:
         """Three values whose t-test has this p."""
-        t = float(compare.stats.t.isf(p / 2, 2))
+        t = float(stats.t.isf(p / 2, 2))
         shift = t / math.sqrt(3)
         return [shift - 1, shift, shift + 1]
 
     error = compare.ERROR / 10
-    assert compare.estimate(make_sample(error)).p == pytest.approx(error)
+    assert results.estimate(make_sample(error)).p == pytest.approx(error)
     assert compare.decide([make_sample(0.99 * error)]) == {0}
     assert compare.decide([make_sample(1.01 * error)]) == set()
     assert compare.decide([make_sample(0.9 * error), make_sample(0.3 * error), make_sample(0.4 * error)]) == {0, 1, 2}
@@ -88,28 +89,32 @@ def test_several_sides_share_the_error():
 def test_an_estimate():
     """Against SciPy's t-test. Equal values have no spread."""
     values = [0.1, 0.3, 0.2, 0.7]
-    test = compare.stats.ttest_1samp(values, 0.0)
-    found, interval = compare.estimate(values), test.confidence_interval(0.95)
-    assert found[:5] == pytest.approx((0.325, interval.low, interval.high, test.pvalue, 4))
-    assert compare.estimate([0.5, 0.5]).p == 0 and compare.estimate([0.0, 0.0]).p == 1
-    assert compare.estimate([0.5]).p == 1
+    test = stats.ttest_1samp(values, 0.0)
+    found, interval = results.estimate(values), test.confidence_interval(0.95)
+    assert found == pytest.approx((4, 0.325, interval.low, interval.high, test.pvalue))
+    assert results.estimate([0.5, 0.5]).p == 0 and results.estimate([0.0, 0.0]).p == 1
+    assert math.isnan(results.estimate([0.5]).p)
 
 
 @pytest.mark.slow
-def test_slower_steps_and_fewer_steps(shards, make_script, monkeypatch, capsys, tmp_path):
-    """Steps of 0.515 s instead of 0.5 s: 1.03 of the time. With nine of ten steps the time is 0.9, and the loss that
-    this costs has its price by definition: it was measured with 0.9 of the steps. Finished runs are not repeated."""
-    base, slow = make_script("base", 0.5), make_script("slow", 0.515)
+def test_a_record_is_measured_in_pairs(shards, make_script, monkeypatch, capsys, tmp_path):
+    """The base takes 0.5 s for a step, and the new script 0.515 s, with nine of ten steps. So it needs 0.927 of the time.
+    The loss that the missing step costs has a price, which 9 and 11 steps of the base give. Finished runs are not repeated.
+    The pairs are repeated by replay.py, from the presets in the records, with equal clocks and losses."""
     monkeypatch.setattr(compare, "ROOT", tmp_path)
-    for name in ("data", "records", "train_gpt.py"):
+    for name in ("data", "train_gpt.py"):
         (tmp_path / name).symlink_to(ROOT / name)
-    words = [str(base), str(slow), f"{base} --num_iterations=9", "--pairs=3", f"--json={tmp_path / 'figures.json'}"]
+    options = [*TINY, *SHORT, *data_args(shards)]
+    done = launch([str(make_script("base", 0.5)), *options, "--record=base", f"--out={tmp_path}"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    (base,) = (tmp_path / "records/try").iterdir()
+    new = f"{make_script('new', 0.515)} --num_iterations=9"
+    words = [str(base), new, "--record=shorter", "--pairs=3", f"--json={tmp_path / 'figures.json'}"]
     out = run_compare(monkeypatch, capsys, shards, *words, f"--plot={tmp_path / 'curves.svg'}")
-    slower, fewer = json.loads((tmp_path / "figures.json").read_text())["sides"]
-    assert (slower["verdict"], slower["pairs"]) == ("slower", 3) and slower["ratio"] == pytest.approx(1.03)
+    (figures,) = json.loads((tmp_path / "figures.json").read_text())["sides"]
     (folder,) = (tmp_path / "logs" / "compare").iterdir()
     rows = json.loads((folder / "runs.json").read_text())
-    assert len(rows) >= 3 * 5 and all(row["steps"] in (9, 10, 11) for row in rows.values())
+    assert len(rows) == 3 * 4 and all(row["steps"] in (9, 10, 11) for row in rows.values())
 
     def read(name: str, seed: int, scale: str = "1") -> tuple[float, float]:
         row = rows[f"{name} seed {seed} x{scale}"]
@@ -119,15 +124,28 @@ def test_slower_steps_and_fewer_steps(shards, make_script, monkeypatch, capsys, 
     nats, times = np.sum(changes, axis=0)
     assert nats < 0 and times == pytest.approx(3 * math.log(11 / 9))
     expected = []
-    for seed in range(fewer["pairs"]):
-        loss, seconds = np.subtract(read(f"{base} --num_iterations=9", seed), read(base, seed))
-        assert seconds == pytest.approx(math.log(0.9))
+    for seed in range(3):
+        loss, seconds = np.subtract(read(new, seed), read(base, seed))
+        assert seconds == pytest.approx(math.log(0.9 * 1.03))
         expected.append(seconds - loss * times / nats)
-    assert fewer["ratio"] == pytest.approx(math.exp(np.mean(expected)))
-    assert out.splitlines()[-2].startswith(f"{slow} needs 1.030 of the time of {base} at equal loss (1.030 to 1.030, 3")
+    assert figures["ratio"] == pytest.approx(math.exp(np.mean(expected)))
+    assert f"needs {figures['ratio']:.3f} of the time of {base} at equal loss (" in out
     assert "<svg" in (tmp_path / "curves.svg").read_text()
+    record = results.read_record(next((tmp_path / "records/try").glob("*_shorter")))
+    claim = results.read_claim(record, results.read_record(base))
+    assert claim[:4] == pytest.approx([figures[name] for name in ("ratio", "low", "high", "pairs")])
+    assert sorted(record.losses) == [0, 1, 2] and len(list(record.folder.glob("against_*_base/*.txt"))) == 9
+    validate.check_files(record)
+    monkeypatch.setattr(sys, "argv", ["replay.py", str(record.folder), "--against", f"--json={tmp_path / 'here.json'}"])
+    assert replay.main() == 0
+    out = capsys.readouterr().out
+    assert out.count(claim.format()) == 1 and "this machine" in out and out.endswith("of this machine overlap\n")
+    (here,) = json.loads((tmp_path / "here.json").read_text())["sides"]
+    assert here["ratio"] == pytest.approx(claim.ratio) or here["pairs"] > 3
     monkeypatch.setattr(compare, "train", lambda *_: pytest.fail("a finished run is repeated"))
-    assert run_compare(monkeypatch, capsys, shards, *words) == out
+    run_compare(monkeypatch, capsys, shards, *words, status=2)  # the record exists
+    words.remove("--record=shorter")
+    run_compare(monkeypatch, capsys, shards, *words)
 
 
 def test_sides_of_the_command_line(tmp_path):

@@ -5,6 +5,7 @@
     ./run.sh tools/compare.py laptop 'laptop --matrix_lr=0.03'    # two settings
     ./run.sh tools/compare.py laptop --parts                      # without each of its parts
     ./run.sh tools/compare.py A B -- --num_iterations=60          # options after -- are for all
+    ./run.sh tools/compare.py records/TRACK/NEWEST train_gpt.py --record=my_idea    # leave a record
 
 A side is a script, the folder of a record, a git revision, a preset, or options. In quotes it is one of the
 first four, and options. The first side is the base. All others are compared with it.
@@ -17,11 +18,16 @@ pairs. These also show the noise of this machine.
 It stops when it is decided. After each pair from the 3rd to the 12th, a t-test of the logarithms of the
 ratios is made at 0.1 %, for several sides with Holm's correction. Ten looks at 0.1 % have an error of at
 most 1 % together. Finished runs are kept in logs/compare: the same command goes on.
+
+--record makes all pairs, and leaves a record of the second side. The folder against_BASE in it has the runs
+of the base. NPROC=8 runs each side on eight GPUs.
 """
 
+import functools
 import hashlib
 import json
 import math
+import operator
 import os
 import random
 import re
@@ -33,7 +39,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,14 +56,17 @@ from tools.common import (
 )
 
 with require_packages():
-    from scipy import stats
+    import scipy.stats  # noqa: F401  # results.py imports it later
 
     import train_gpt as gpt
     from tools import results
+    from tools.results import estimate
 
 FIRST_LOOK, MOST_PAIRS, ERROR = 3, 12, 0.01  # error: of all looks together
 SCALES = (0.9, 1.1)  # of the base's steps, for the worth of a nat
 OWN_OPTIONS = {"seed", "out", "record", "resume"}
+GPU_QUERY = "clocks.sm,temperature.gpu,clocks_throttle_reasons.active"
+UNLINKED = {"train_gpt.py", "logs", "records", "checkpoints", ".git"}  # of the project, in a run's folder
 
 
 class Side(NamedTuple):
@@ -79,10 +87,13 @@ class Run(NamedTuple):
     switches: int  # voluntary context switches
     others: float  # cores that other processes have used
     load: tuple[float, float]  # load average before and after
-    clock: float  # MHz of the processor. On a GPU of its multiprocessors
+    clock: float  # MHz of the processor, or of a GPU's multiprocessors. The mean over the run
+    celsius: float  # the most of a GPU, nan without
+    throttled: int  # bits of the reasons of GPUs
     choices: dict  # of the run: dtype, fast forms, threads, ...
     steps: int
     val_points: list  # [step, loss, milliseconds]
+    run_id: str
 
 
 # ---- sides ------------------------------------------------------------------------------------------------
@@ -100,10 +111,10 @@ def read_side(text: str, common: list[str]) -> Side:
         preset = [f"--preset={word}"]
     elif word and path.is_dir() and list_visible(path, "*.json"):
         result = results.read_record(path).results[0]
-        if "key" not in result:
-            raise RecordError(f"{word}: its json is too old for a preset: give its script, and its options")
         source = results.find_script(path).read_bytes()
-        preset = [f"--preset={path.resolve() / result['run_id']}.json"]
+        preset = results.keep_options(result["argv"], results.DROPPED | OWN_OPTIONS)
+        if "key" in result:
+            preset = [f"--preset={path.resolve() / result['run_id']}.json"]
     elif word and path.is_file():
         source = path.read_bytes()
     elif word:
@@ -147,59 +158,80 @@ def read_busy_seconds() -> float:
     return (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
-def read_clock() -> float:
-    """MHz of a GPU, or the mean of the processor's cores. NaN if the system does not say."""
+def read_clocks() -> list[tuple[float, float, int]]:
+    """(MHz, degrees Celsius, bits of throttle reasons) of each GPU, or else MHz of the processor's cores."""
     try:
         if shutil.which("nvidia-smi"):
-            query = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
-            found = subprocess.run(query, capture_output=True, text=True).stdout.split()
-        else:
-            found = re.findall(r"^cpu MHz\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        return statistics.mean(map(float, found))
+            query = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader,nounits"]
+            lines = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+            rows = [line.split(", ") for line in lines]
+            return [(float(clock), float(celsius), int(reasons, 16)) for clock, celsius, reasons in rows]
+        found = re.findall(r"^cpu MHz\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return [(float(clock), math.nan, 0) for clock in found]
     except (OSError, ValueError):
-        return math.nan
+        return []
 
 
-def train(side: Side, seed: int, extra: list[str], cache: Path) -> Run:
-    """One run of a side, as a process of its own. RecordError if it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "train_gpt.py")
+def train(side: Side, seed: int, extra: list[str], folder: Path) -> Run:
+    """One run of a side, as a process of its own. RecordError if it fails. folder gets its json and log."""
+    with tempfile.TemporaryDirectory() as place:
+        script = Path(place, "train_gpt.py")
         script.write_bytes(side.source)
-        for name, target in dict(data="data", presets="presets", **{"records/presets": "presets"}).items():
-            link = Path(folder, name)
-            link.parent.mkdir(exist_ok=True)
-            link.symlink_to(ROOT / target)
-        command = [sys.executable, str(script), *side.options, *extra, f"--seed={seed}"]
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        Path(place, "records").mkdir()
+        Path(place, "records", "presets").symlink_to(ROOT / "presets")  # where older scripts look
+        for entry in ROOT.iterdir():
+            if entry.name not in UNLINKED:
+                Path(place, entry.name).symlink_to(entry)
+        num_ranks = int(os.environ.get("NPROC") or 1)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+        command = [sys.executable, *(torchrun if num_ranks > 1 else []), str(script), *side.options, *extra,
+                   f"--seed={seed}"]
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         busy = read_busy_seconds()
         load = os.getloadavg()[0]
+        clocks = []
         started = time.perf_counter()
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
+        process = subprocess.Popen(command, cwd=place, env=environment, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            while process.returncode is None:
+                try:
+                    _, errors = process.communicate(timeout=2)
+                except subprocess.TimeoutExpired:
+                    clocks += read_clocks()
+        finally:
+            process.kill()
+            process.wait()
         wall = time.perf_counter() - started
         busy = read_busy_seconds() - busy
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        if done.returncode:
-            *_, line = done.stderr.strip().splitlines() or [""]
-            raise RecordError(f"{shlex.join(command[1:])} ends with status {done.returncode}: {line}")
-        (path,) = list_visible(Path(folder), "logs/*.json")
-        result, log = json.loads(path.read_text()), path.with_suffix(".txt").read_text()
+        if process.returncode:
+            *_, line = errors.strip().splitlines() or [""]
+            raise RecordError(f"{shlex.join(command[1:])} ends with status {process.returncode}: {line}")
+        (path,) = list_visible(Path(place), "logs/*.json")
+        log = path.with_suffix(".txt")
+        result, lines = json.loads(path.read_text()), log.read_text()
+        for file in (log, path):
+            shutil.copy(file, folder)
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    times = [float(ms) for ms in re.findall(r"train_time:([\d.]+)ms.* train_loss:", log)]
+    times = [float(ms) for ms in re.findall(r"train_time:([\d.]+)ms.* train_loss:", lines)]
     return Run(
-        seconds=result["train_time_ms"] / 1000, loss=result["final_val_loss"],
-        step_ms=(times[-1] - times[0]) / max(1, len(times) - 1), processor=processor,
-        switches=after.ru_nvcsw - before.ru_nvcsw, others=max(0.0, busy - processor) / wall,
-        load=(load, os.getloadavg()[0]), clock=read_clock(),
+        *results.Finish.read(result), step_ms=(times[-1] - times[0]) / max(1, len(times) - 1),
+        processor=processor, switches=after.ru_nvcsw - before.ru_nvcsw,
+        others=max(0.0, busy - processor) / wall, load=(load, os.getloadavg()[0]),
+        clock=statistics.mean(clock for clock, *_ in clocks) if clocks else math.nan,
+        celsius=max((celsius for _, celsius, _ in clocks), default=math.nan),
+        throttled=functools.reduce(operator.or_, (reasons for *_, reasons in clocks), 0),
         choices={**result.get("choices", {}), "threads": result["hardware"].get("threads")},
-        steps=result["config"]["num_iterations"], val_points=result["val_points"])
+        steps=result["config"]["num_iterations"], val_points=result["val_points"], run_id=path.stem)
 
 
 class Runs:
     """Finished runs, kept in a file."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder = folder  # also of their json files and logs
         self.path = folder / "runs.json"
         self.rows: dict[str, dict] = json.loads(self.path.read_text()) if self.path.exists() else {}
 
@@ -215,42 +247,14 @@ class Runs:
         extra = []
         if scale != 1:
             extra = [f"--num_iterations={round(scale * self.get(side, seed).steps)}"]
-        if scale > 1:
-            extra.append("--epochs=2")  # if the text is read once
-        run = train(side, seed, extra, self.folder / "cache")
+        if scale > 1 and b"epochs" in side.source:  # the text may be read once
+            extra.append("--epochs=2")
+        run = train(side, seed, extra, self.folder)
         self.rows[f"{side.name} seed {seed} x{scale:g}"] = run._asdict()
         gpt.write_atomic(self.path, (json.dumps(self.rows, indent=1) + "\n").encode())
 
 
 # ---- statistics -------------------------------------------------------------------------------------------
-
-class Estimate(NamedTuple):
-    """A mean over pairs, with its 95 % confidence interval, and the two-sided p-value of zero."""
-
-    mean: float
-    low: float
-    high: float
-    p: float
-    n: int
-
-    def format(self, digits: int, convert: Callable[[float], float] = math.exp) -> str:
-        """The mean and its interval. By default they are logarithms of ratios."""
-        mean, low, high = (f"{convert(x):.{digits}f}" for x in self[:3])
-        return f"{mean} ({low} to {high})" if self.n > 1 else mean
-
-
-def estimate(values: list[float]) -> Estimate:
-    """Equal values differ from zero with p = 0, or are zero with p = 1."""
-    mean, n = statistics.mean(values), len(values)
-    if n == 1:
-        return Estimate(mean, math.nan, math.nan, 1.0, n)
-    error = statistics.stdev(values) / math.sqrt(n)
-    if error < 1e-12:
-        return Estimate(mean, mean, mean, float(abs(mean) < 1e-12), n)
-    margin = float(stats.t.ppf(0.975, n - 1)) * error
-    p = float(2 * stats.t.sf(abs(mean) / error, n - 1))
-    return Estimate(mean, mean - margin, mean + margin, p, n)
-
 
 def decide(samples: list[list[float]]) -> set[int]:
     """Look at the logarithms of the ratios after a pair. samples: of the sides that are not decided. Returns
@@ -267,16 +271,6 @@ def decide(samples: list[list[float]]) -> set[int]:
     return decided
 
 
-def find_nat_rate(runs: list[tuple[Run, Run]]) -> float:
-    """The change of the logarithm of the time for each nat, at the end of the base: below zero. runs: the
-    base with fewer and with more steps. RecordError if more steps do not lower the loss."""
-    nats = sum(more.loss - fewer.loss for fewer, more in runs)
-    if nats >= 0:
-        raise RecordError(f"{SCALES[1]} of the base's steps do not end at a lower loss than {SCALES[0]} of "
-                          "them: give it another number of steps")
-    return sum(math.log(more.seconds / fewer.seconds) for fewer, more in runs) / nats
-
-
 # ---- a comparison -----------------------------------------------------------------------------------------
 
 class Comparison:
@@ -288,12 +282,12 @@ class Comparison:
         self.seeds: dict[Side, list[int]] = {side: [] for side in self.others}
         self.decided: set[Side] = set()
 
-    def run_pairs(self, num_pairs: int) -> None:
-        """Run pairs until all sides are decided, at most num_pairs."""
+    def run_pairs(self, num_pairs: int, runs_all: bool = False) -> None:
+        """Run pairs until all sides are decided, at most num_pairs. runs_all: run all of them."""
         order = random.Random(0)  # equal if the command goes on
         with Progress(num_pairs, unit="pair") as progress:
             for seed in range(num_pairs):
-                waiting = [side for side in self.others if side not in self.decided]
+                waiting = [side for side in self.others if runs_all or side not in self.decided]
                 shuffled = [self.base, *waiting]
                 order.shuffle(shuffled)
                 for side in shuffled:
@@ -307,7 +301,7 @@ class Comparison:
                 self.decided |= {waiting[index] for index in decide(list(logs.values()))}
                 progress.finish(", ".join(f"{side.name} {estimate(values).format(3)}"
                                           for side, values in logs.items()))
-                if len(self.decided) == len(self.others):
+                if len(self.decided) == len(self.others) and not runs_all:
                     break
 
     def list_base_runs(self) -> list[tuple[Run, Run, Run]]:
@@ -320,9 +314,8 @@ class Comparison:
 
     def list_ratios(self, side: Side) -> list[float]:
         """For each pair: logarithm of the ratio of the seconds that the side needs for the base's loss."""
-        nat_rate = find_nat_rate([(fewer, more) for fewer, _, more in self.list_base_runs()])
-        return [math.log(run.seconds / base.seconds) - (run.loss - base.loss) * nat_rate
-                for base, run in self.list_pairs(side)]
+        rate = results.find_nat_rate([(fewer, more) for fewer, _, more in self.list_base_runs()])
+        return results.list_ratios(self.list_pairs(side), rate)
 
     def describe_side(self, side: Side, target: float | None) -> str:
         """The row of a side: what it has in place of the base, as ratios, and the difference of the loss."""
@@ -353,6 +346,10 @@ class Comparison:
                  f"load average {min(loads):.1f} to {max(loads):.1f}"]
         if clocks:
             lines.append(f"clock {min(clocks):.0f} to {max(clocks):.0f} MHz")
+        degrees = [run.celsius for run in runs if math.isfinite(run.celsius)]
+        if degrees:
+            throttled = functools.reduce(operator.or_, (run.throttled for run in runs))
+            lines.append(f"GPU at most {max(degrees):.0f} degrees Celsius, throttle reasons {throttled:#x}")
         disturbed = [run.others for run in runs if run.others > 0.2]
         if disturbed:
             lines.append(f"in {len(disturbed)} of {len(runs)} runs other processes used up to "
@@ -371,7 +368,7 @@ class Comparison:
         verdict = "not decided"
         if side in self.decided:
             verdict = "faster" if found.mean < 0 else "slower"
-        ratio, low, high = map(math.exp, found[:3])
+        ratio, low, high = map(math.exp, found[1:4])
         return dict(side=side.name, ratio=ratio, low=low, high=high, pairs=found.n, verdict=verdict)
 
     def draw(self, path: Path) -> None:
@@ -394,6 +391,53 @@ class Comparison:
         figure.savefig(path, bbox_inches="tight")
 
 
+    def report(self) -> dict:
+        """The figures for --json, which a record keeps of other machines."""
+        run = self.runs.get(self.base, 0)
+        result = results.read_result(self.runs.folder / f"{run.run_id}.json")
+        return dict(date=time.strftime("%Y-%m-%d", time.gmtime()), machine=results.format_machine(result),
+                    base=self.base.name, sides=[self.judge(side) for side in self.others])
+
+    def leave_record(self, folder: Path, base: Path) -> None:
+        """Make the folder of a record: the second side, and the runs of the base in against_BASE."""
+        (side,) = self.others
+        pairs = self.list_pairs(side)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as place:
+            made = Path(place, folder.name)
+            against = made / f"against_{base.resolve().name}"
+            against.mkdir(parents=True)
+            (made / "train_gpt.py").write_bytes(side.source)
+            for target, runs in ((made, [run for _, run in pairs]),
+                                 (against, [run for row in self.list_base_runs() for run in row]
+                                  + [run for run, _ in pairs[FIRST_LOOK:]])):
+                for run in runs:
+                    for suffix in (".txt", ".json"):
+                        shutil.copy(self.runs.folder / f"{run.run_id}{suffix}", target)
+            made.rename(folder)
+
+
+def compare_sides(sides: list[Side], num_pairs: int, runs_all: bool = False) -> Comparison:
+    """Run the pairs, and print the table and the verdicts."""
+    machine = json.dumps(gpt.describe_machine(gpt.Runtime()), sort_keys=True)
+    digest = hashlib.sha256(repr((sides, machine, os.environ.get("NPROC"))).encode()).hexdigest()[:12]
+    folder = ROOT / "logs" / "compare" / digest
+    (folder / "cache").mkdir(parents=True, exist_ok=True)
+    comparison = Comparison(sides, folder)
+    comparison.run_pairs(num_pairs, runs_all)
+    return comparison
+
+
+def find_record_folder(name: str, base: Path) -> Path:
+    """The folder of a new record against a base. RecordError if it exists, or if the base is no record."""
+    track = results.read_record(base).results[0]["track"]
+    cfg = gpt.make_config(dict(preset="smoke", record=name, track=track, out=str(base.resolve().parents[2])))
+    folder = base.resolve().parent / gpt.find_result_folder(cfg).name
+    if folder.exists():
+        raise RecordError(f"--record={name}: {folder} exists: give another name")
+    return folder
+
+
 def main() -> int:
     words = sys.argv[1:]
     common: list[str] = []
@@ -406,6 +450,8 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=MOST_PAIRS, choices=range(2, MOST_PAIRS + 1),
                         metavar=f"2..{MOST_PAIRS}", help="most pairs (default %(default)s)")
     parser.add_argument("--target", type=at_least(0, float), help="also the time to this validation loss")
+    parser.add_argument("--record", metavar="NAME", help="leave a record of the second side. The first side "
+                        "is the folder of the record before it")
     parser.add_argument("--json", type=output_file, help="file for the figures")
     parser.add_argument("--plot", type=output_file, help="file for a picture of the curves (svg)")
     args = parser.parse_args(words)
@@ -417,27 +463,29 @@ def main() -> int:
         names = [side.name for side in sides]
         if len(names) < 2 or len(set(names)) < len(names):
             raise RecordError(f"{names}: give two or more sides with different names, or --parts")
-        machine = json.dumps(gpt.describe_machine(gpt.Runtime()), sort_keys=True)
-        digest = hashlib.sha256(repr((sides, machine)).encode()).hexdigest()[:12]
-        folder = ROOT / "logs" / "compare" / digest
-        (folder / "cache").mkdir(parents=True, exist_ok=True)
-        comparison = Comparison(sides, folder)
-        comparison.run_pairs(args.pairs)
+        folder = None
+        if args.record:
+            if len(sides) != 2:
+                raise RecordError(f"--record={args.record}: give two sides, the old record and the new one")
+            folder = find_record_folder(args.record, Path(args.sides[0]))
+        comparison = compare_sides(sides, args.pairs, bool(folder))
         header = ["side", "seconds at equal loss", "seconds", "a step", "processor", "context switches",
                   "loss", *(["seconds to target"] if args.target is not None else [])]
         print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
         for side in comparison.others:
             print(comparison.describe_side(side, args.target))
         print("", *comparison.describe_machine(), sep="\n")
-        rows = [comparison.judge(side) for side in comparison.others]
-        for row in rows:
+        report = comparison.report()
+        for row in report["sides"]:
             print(f"{row['side']} needs {row['ratio']:.3f} of the time of {comparison.base.name} at equal "
                   f"loss ({row['low']:.3f} to {row['high']:.3f}, {row['pairs']} pairs): {row['verdict']}")
         if args.json:
-            content = json.dumps(dict(base=comparison.base.name, sides=rows), indent=1)
-            gpt.write_atomic(args.json, f"{content}\n".encode())
+            gpt.write_atomic(args.json, f"{json.dumps(report, indent=1)}\n".encode())
         if args.plot:
             comparison.draw(args.plot)
+        if folder:
+            comparison.leave_record(folder, Path(args.sides[0]))
+            print(f"record: {folder}. Check it with ./run.sh tools/validate.py {shlex.quote(str(folder))}")
         return 0
 
     return run_guarded(body, "interrupted. The same command goes on with the next run")

@@ -155,6 +155,20 @@ CURVES = {  # of the picture: label, its place (seconds, loss), number and label
     "2026-11-22_frontier/tables": ("with record 89's blocks", (91, 0.885), 89, ""),
     "2026-11-28_six_grams": ("laptop now", (5, 0.93), 92, "record 92: {:.2g} min\nhere: record_92"),
 }
+CHAIN_HEAD = """
+### Record against record
+
+A claim is a ratio: the time that a record needs for the loss of the record before it, measured by pairs of
+runs on one machine, with its 95 % interval. The product has the ratio to the first record of the table.
+`./run.sh tools/replay.py FOLDER --against` measures a ratio on your machine.
+
+| record | of the time of the record before | product | training of the record |
+|---|---|---|---|
+"""
+EMPTY_TRACKS = {"one_gpu": """\
+Data and target are those of `track_1`, 3.28 on FineWeb, and the machine has one GPU. The base is `record_92`
+with the n-gram table that fits the card. No run has ended yet, so there is no record.
+"""}
 BLOCK = re.compile(r"(<!-- (\w+): written by tools/leaderboard.py -->\n)(.*?)(?=<!-- end of \2 -->)",
                    re.DOTALL)
 SHOWN_PRESETS = "record_32", "record_92", "track_2", "laptop_32", "laptop", "shakespeare", "quick"
@@ -172,7 +186,7 @@ class Rung(NamedTuple):
     minutes: float  # published
     record: results.Record
     summary: results.Summary
-    effect: results.Effect | None  # against the rung before
+    effect: results.Estimate | None  # against the rung before
     verdict: str  # on the effect
     num_reached: int  # runs that reached the target
     steps: float  # to the target, median. nan if a run does not reach it
@@ -191,7 +205,7 @@ def find_arrival(record: results.Record, target: float | None) -> tuple[int, flo
     return len(reached), steps, seconds
 
 
-def compare_rungs(records: list[results.Record]) -> tuple[list[results.Effect | None], list[str]]:
+def compare_rungs(records: list[results.Record]) -> tuple[list[results.Estimate | None], list[str]]:
     """(effect of each record against its predecessor, verdicts corrected for all effects)."""
     effects = [None, *(results.compare(record, before) for before, record in itertools.pairwise(records))]
     return effects, ["the start" if effect is None else results.judge(effect, p)
@@ -212,6 +226,24 @@ def keep_comparable(records: list[results.Record], kind: str, refuse: Callable[[
         except RecordError as error:
             refuse(str(error))
     return kept
+
+
+def format_chain(records: list[results.Record]) -> str:
+    """The table of the records that were measured against the one before."""
+    by_folder = {record.folder: record for record in records}
+    bases = {record.folder: base for record in records if (base := results.find_base(record.folder))}
+    if not bases:
+        return ""
+    text, product = CHAIN_HEAD, 1.0
+    for folder in sorted({*bases, *bases.values()}):
+        record, links = by_folder[folder], []
+        if folder in bases:
+            links = results.read_links(record, by_folder[bases[folder]])
+            product *= links[0].ratio
+        measured = "<br>".join(f"{link.format()}: {link.machine}" for link in links)
+        seconds = f"{time_runs(record):.1f} s: {results.format_machine(record.results[0])}"
+        text += f"| [{folder.name}]({record.name}) | {measured} | {product:.3f} | {seconds} |\n"
+    return text + "\n"
 
 
 def read_rungs(records: list[results.Record], ladder: Path, target: float,
@@ -236,7 +268,7 @@ def format_p(p: float) -> str:
     return "" if math.isnan(p) else "< 0.0001" if p < 1e-4 else f"{p:.4f}" if p < 0.1 else f"{p:.2f}"
 
 
-def format_effect(effect: results.Effect) -> str:
+def format_effect(effect: results.Estimate) -> str:
     """A difference and, with several seeds, its interval."""
     interval = "" if math.isnan(effect.low) else f" [{effect.low:+.3f}, {effect.high:+.3f}]"
     return f"{effect.mean:+.3f}{interval}"
@@ -297,6 +329,7 @@ def make_readme(records_dir: Path, refuse: Callable[[str], None] = results.fail
         elif track in PUBLISHED_NOTES:
             text += PUBLISHED_NOTES[track].format(target=target, claims=format_claims(records, target),
                                                   **results.TRACK_VALIDATION[track])
+        text += format_chain(records)
         if found:
             picture = choose_curves(records), target
             text += format_ladder(found, ladder_setting, ladder_target, picture[0])
@@ -310,6 +343,9 @@ def make_readme(records_dir: Path, refuse: Callable[[str], None] = results.fail
         text += OTHERS_HEAD + "".join(format_other(record, target, setting) for record in others)
         incidents = [f"- {record.name}: {record.incidents}.\n" for record in records if record.incidents]
         text += INCIDENTS_HEAD * bool(incidents) + "".join(incidents)
+    for track, note in EMPTY_TRACKS.items():
+        if not (records_dir / track).exists():
+            text += f"\n## {track}\n\n{note}"
     return text, blocks_of_pages, picture
 
 

@@ -342,7 +342,8 @@ def main() -> None:
                 raise RecordError(f"{path} is no folder: give only .json, only .jsonl, or only folders")
         records = [results.read_record(folder) for folder in args.paths]
         for record in records[1:]:
-            if machines := results.check_comparable(record, records[0], "losses"):
+            results.check_comparable(record, records[0], "losses")
+            if machines := ", ".join(results.find_differences(record, records[0], "times")):
                 warn(f"seconds of {record.folder} are of another machine ({machines})")
         target = None
         try:

@@ -3,6 +3,7 @@
     ./run.sh tools/replay.py records/laptop/2026-11-21_ladder/muon    # each run of the folder
     ./run.sh tools/replay.py --random=1 --most_seconds=45    # one of the runs in records/ of at most 45 s
     ./run.sh tools/replay.py --all                           # all of records/, takes hours
+    ./run.sh tools/replay.py records/TRACK/RECORD --against  # its pairs with the record before it
 
 The record's script runs in the root of the repository with the recorded options, always from the first step.
 The result goes to a temporary folder. A result with a key is repeated by --preset=<run_id>.json, an older
@@ -12,9 +13,13 @@ another folder, its options must contain absolute paths of the data.
 Bits may differ on another machine or with another PyTorch. A line names these runs, and only --force runs
 them. A run on other data is always passed over. The exit status is 1 if a loss differs, and if nothing was
 replayed.
+
+--against repeats a claim on this machine: pairs of the record and of the record before it. It says whether
+the intervals of the two machines overlap. With --json the leaderboard lists this machine, too.
 """
 
 import functools
+import json
 import math
 import random
 import statistics
@@ -24,7 +29,16 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import Parser, RecordError, at_least, list_visible, require_packages, run_guarded, warn
+from tools.common import (
+    Parser,
+    RecordError,
+    at_least,
+    list_visible,
+    output_file,
+    require_packages,
+    run_guarded,
+    warn,
+)
 
 with require_packages():
     from tqdm import tqdm
@@ -32,7 +46,6 @@ with require_packages():
     import train_gpt as gpt
     from tools import results
 
-DROPPED = {"resume", "time_limit", "checkpoint_every", "tracker"}  # options of argv that are not repeated
 
 
 @functools.cache
@@ -57,25 +70,12 @@ def find_differences(result: dict) -> str:
     return ", ".join(began + results.differences(result, here, "replay"))
 
 
-def keep_options(argv: list[str]) -> list[str]:
-    """Remove the DROPPED options, in the forms --name=value and --name value."""
-    kept, words = [], iter(argv)
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if name.startswith("--") and name[2:].replace("-", "_") in DROPPED:
-            if not equals:
-                next(words, None)
-        else:
-            kept.append(word)
-    return kept
-
-
 def make_options(folder: Path, result: dict, out: str) -> list[str]:
     """The options that repeat a run, with its output in another folder."""
     if "key" in result:
         path = folder.resolve() / f"{result['run_id']}.json"
         return [f"--preset={path}", f"--out={out}", "--checkpoint_every=0", "--tracker=off"]
-    return [*keep_options(result["argv"]), *(f"--{name}={out}" for name in (
+    return [*results.keep_options(result["argv"], results.DROPPED), *(f"--{name}={out}" for name in (
         "records_dir", "logs_dir", "checkpoint_dir") if name in result["config"])]
 
 
@@ -105,6 +105,27 @@ def replay(folder: Path, result: dict, is_forced: bool = False) -> tuple[bool | 
                    f"validation at step {step}" + f" ({', '.join(found)})" * bool(found))
 
 
+def repeat_claim(folder: Path, path: Path | None) -> int:
+    """Run the pairs of a claim here, and compare the ratios. Write the figures to a path."""
+    with require_packages():
+        from tools import compare
+    base = results.find_base(folder)
+    if base is None:
+        raise RecordError(f"{folder} has no pairs with another record: run tools/compare.py BASE {folder}")
+    links = results.read_links(results.read_record(folder), results.read_record(base))
+    sides = [compare.read_side(str(side), []) for side in (base, folder)]
+    report = compare.compare_sides(sides, compare.MOST_PAIRS).report()
+    (here,) = report["sides"]
+    links.append(results.Link(*(here[name] for name in results.Link._fields[:4]), "this machine"))
+    for link in links:
+        print(f"{link.machine}: {link.format()}")
+    if path:
+        gpt.write_atomic(path, f"{json.dumps(report, indent=1)}\n".encode())
+    overlaps = here["low"] <= links[0].high and links[0].low <= here["high"]
+    print(f"The intervals of the claim and of this machine {'overlap' if overlaps else 'do not overlap'}")
+    return int(not overlaps)
+
+
 def main() -> int:
     """Replay the chosen runs."""
     parser = Parser(__doc__)
@@ -115,8 +136,14 @@ def main() -> int:
                         help="longest recorded training time")
     parser.add_argument("--all", action="store_true", help="every run of records/")
     parser.add_argument("--force", action="store_true", help="also run records of other machines")
+    parser.add_argument("--against", action="store_true", help="repeat the pairs with the record before it")
+    parser.add_argument("--json", type=output_file, help="file for the figures of --against")
     parser.add_argument("--records_dir", type=Path, default=results.RECORDS, help="instead of records/")
     args = parser.parse_args()
+    if args.against:
+        if len(args.folders) != 1:
+            raise RecordError("--against: give the folder of one record")
+        return repeat_claim(args.folders[0], args.json)
     if not (args.folders or args.all or args.random):
         raise RecordError("nothing to replay: give folders, --random=1 or --all")
 

@@ -8,18 +8,14 @@ import hashlib
 import importlib.util
 import json
 import math
-import os
 import re
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import tomllib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
@@ -28,10 +24,11 @@ import train_gpt as gpt
 from tools.common import ROOT, Progress, RecordError, list_visible, warn
 
 RECORDS = ROOT / "records"
-PUBLISHED_TARGETS = {"track_1": 3.28, "track_2": 2.92, "shakespeare": 1.4697}
+PUBLISHED_TARGETS = {"track_1": 3.28, "one_gpu": 3.28, "track_2": 2.92, "shakespeare": 1.4697}
 TRACK_DATA = {"laptop": "fd405a8b3e48e7ca", "shakespeare": "096b3533110f2759"}  # corpus fingerprints
 # Options of the validation that a track fixes. nanoGPT reads Shakespeare in blocks of 256
 TRACK_VALIDATION = {"shakespeare": dict(val_tokens=111_360, val_seq_len=256)}
+DROPPED = {"resume", "time_limit", "checkpoint_every", "tracker"}  # options that no tool repeats
 FACTS = ("seed", "track", "config", "hardware", "versions", "train_time_ms")  # that each result has
 MACHINE_FIELDS = ("device", "ranks", "cpu", "threads", "gpu", "simd")
 # Options that change no weight, loss or time. The first ones are of older scripts
@@ -41,6 +38,8 @@ RESTART_OPTIONS = {f"options.{name}" for name in (
 MAY_DIFFER = {
     "record": {*RESTART_OPTIONS, "options.seed"},  # runs of one record
     "replay": {*RESTART_OPTIONS, "options.record"},  # a result as a preset leaves it out
+    "base": {*RESTART_OPTIONS, "options.seed", "options.num_iterations", "options.epochs", "machine",
+             "choices"},  # a record's runs, and those with which a claim against it was measured
     "losses": {"options", "script", "choices", "machine"},  # losses of two records
     "times": {"options", "script", "choices"},  # times of two records
 }
@@ -145,9 +144,23 @@ def read_result(path: Path) -> dict:
     """Read the json of a run. Older scripts wrote the dtype of the activations only to the log."""
     result, log = json.loads(path.read_bytes()), path.with_suffix(".txt")
     chosen = re.search(r"^activations: (\w+)", log.read_text(), re.MULTILINE) if log.exists() else None
-    if chosen:
+    result.setdefault("run_id", path.stem)
+    if chosen and "choices" not in result:
         result["hardware"].setdefault("activations", chosen[1])
     return result
+
+
+def keep_options(argv: list[str], dropped: set[str]) -> list[str]:
+    """Remove the dropped options, in the forms --name=value and --name value."""
+    kept, words = [], iter(argv)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name.startswith("--") and name[2:].replace("-", "_") in dropped:
+            if not equals:
+                next(words, None)
+        else:
+            kept.append(word)
+    return kept
 
 
 def fail(line: str) -> NoReturn:
@@ -220,7 +233,8 @@ def read_track(track: str, records_dir: Path = RECORDS, refuse: Callable[[str], 
     refuse() is called as in read_record(), and for whole folders.
     """
     paths = [path for pattern in ("*/*.json", "*/*/*.json")
-             for path in list_visible(records_dir, f"{track}/{pattern}")]
+             for path in list_visible(records_dir, f"{track}/{pattern}")
+             if not path.parent.name.startswith("against_")]  # runs of the record before it
     records = []
     for folder in sorted({path.parent for path in paths}):
         try:
@@ -305,15 +319,33 @@ def summarize(values: list[float], target: float | None = None) -> Summary:
     return Summary(len(values), statistics.mean(values), sd, p)
 
 
-class Effect(NamedTuple):
-    """A paired difference over the seeds that two records share, with its 95 % confidence interval."""
+class Estimate(NamedTuple):
+    """A mean, with its 95 % confidence interval and the two-sided p-value of zero. nan from one value."""
 
     n: int
     mean: float
     low: float
     high: float
-    p: float  # two-sided
-    machines: str = ""  # differences of the machines, if losses are compared
+    p: float
+
+    def format(self, digits: int, convert: Callable[[float], float] = math.exp) -> str:
+        """The mean and its interval. By default they are logarithms of ratios."""
+        mean, low, high = (f"{convert(value):.{digits}f}" for value in self[1:4])
+        return f"{mean} ({low} to {high})" if self.n > 1 else mean
+
+
+def estimate(values: list[float]) -> Estimate:
+    """Mean, interval and t-test. Equal values differ from zero with p = 0, or are zero with p = 1."""
+    n, mean = len(values), statistics.mean(values)
+    if n == 1:
+        return Estimate(n, mean, math.nan, math.nan, math.nan)
+    error = statistics.stdev(values) / math.sqrt(n)
+    if error < 1e-12:
+        return Estimate(n, mean, mean, mean, float(abs(mean) < 1e-12))
+    from scipy import stats
+
+    margin = float(stats.t.ppf(0.975, n - 1)) * error
+    return Estimate(n, mean, mean - margin, mean + margin, float(2 * stats.t.sf(abs(mean) / error, n - 1)))
 
 
 def find_differences(ours: Record, theirs: Record, kind: str) -> list[str]:
@@ -331,9 +363,9 @@ def find_differences(ours: Record, theirs: Record, kind: str) -> list[str]:
     return found
 
 
-def check_comparable(ours: Record, theirs: Record, kind: str) -> str:
-    """Return how the machines of two records differ. RecordError if their losses or times (kind) are not
-    comparable: losses on other data, times also on another machine."""
+def check_comparable(ours: Record, theirs: Record, kind: str) -> None:
+    """RecordError if their losses or times (kind) are not comparable: losses on other data, times also on
+    another machine."""
     found = find_differences(ours, theirs, kind)
     ours_tokens, their_tokens = (record.results[0]["config"].get("val_tokens") for record in (ours, theirs))
     if kind == "losses" and ours_tokens != their_tokens:
@@ -342,32 +374,19 @@ def check_comparable(ours: Record, theirs: Record, kind: str) -> str:
         remedy = "run both on one machine" if kind == "times" else "train and validate both on one text"
         raise RecordError(f"{ours.folder} is not comparable with {theirs.folder} ({', '.join(found)}): "
                           f"{remedy}")
-    return ", ".join(find_differences(ours, theirs, "times"))
 
 
-def compare(ours: Record, theirs: Record, kind: str = "losses") -> Effect:
-    """Ours minus theirs, paired by seed. kind: losses (final validation) or times (training seconds).
-
-    RecordError if the records are not comparable. Interval and p are nan if the differences do not vary.
-    """
-    machines = check_comparable(ours, theirs, kind)
-    left, right = (record.losses if kind == "losses" else record.seconds for record in (ours, theirs))
-    seeds = sorted(left.keys() & right.keys())
+def compare(ours: Record, theirs: Record) -> Estimate:
+    """Our final validation losses minus theirs, paired by seed. RecordError if they are not comparable."""
+    check_comparable(ours, theirs, "losses")
+    seeds = sorted(ours.losses.keys() & theirs.losses.keys())
     if not seeds:
-        raise RecordError(f"{ours.folder} and {theirs.folder} share no seed ({sorted(left)} and "
-                          f"{sorted(right)}): run one seed of both")
-    gaps = [left[seed] - right[seed] for seed in seeds]
-    mean = statistics.mean(gaps)
-    if max(gaps) - min(gaps) < 1e-12:  # rounding
-        return Effect(len(seeds), mean, math.nan, math.nan, math.nan, machines)
-    from scipy import stats
-
-    test = stats.ttest_1samp(gaps, 0.0)
-    interval = test.confidence_interval(0.95)
-    return Effect(len(seeds), mean, float(interval.low), float(interval.high), float(test.pvalue), machines)
+        raise RecordError(f"{ours.folder} and {theirs.folder} share no seed ({sorted(ours.losses)} and "
+                          f"{sorted(theirs.losses)}): run one seed of both")
+    return estimate([ours.losses[seed] - theirs.losses[seed] for seed in seeds])
 
 
-def holm(effects: list[Effect | None]) -> list[float]:
+def holm(effects: list[Estimate | None]) -> list[float]:
     """Adjust the p-values of a table by Holm's method. nan for rows without a test."""
     values = [effect.p if effect else math.nan for effect in effects]
     order = sorted((row for row, p in enumerate(values) if not math.isnan(p)), key=values.__getitem__)
@@ -377,13 +396,91 @@ def holm(effects: list[Effect | None]) -> list[float]:
     return adjusted
 
 
-def judge(effect: Effect, p: float) -> str:
+def judge(effect: Estimate, p: float) -> str:
     """The verdict on a change of the loss, from a p that is adjusted for the whole table by holm()."""
     if math.isnan(p):
         return "one seed: no test possible" if effect.n == 1 else "no test possible"
     if p >= 0.05:
         return "no effect shown"
     return "helps" if effect.mean < 0 else "hurts"
+
+
+class Finish(NamedTuple):
+    """The end of a run."""
+
+    seconds: float
+    loss: float
+
+    @classmethod
+    def read(cls, result: dict) -> "Finish":
+        return cls(result["train_time_ms"] / 1000, result["final_val_loss"])
+
+
+class Link(NamedTuple):
+    """What a record needs of the time of the record before it at equal loss, on one machine."""
+
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+    machine: str
+
+    def format(self) -> str:
+        """The ratio with its 95 % interval."""
+        return f"{self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}, {self.pairs} pairs)"
+
+
+def find_nat_rate(runs: list[tuple[Any, Any]]) -> float:
+    """The change of the logarithm of the time for each nat, at the end of the base: below zero. runs: the
+    base with fewer and with more steps. RecordError if more steps do not lower the loss."""
+    nats = sum(more.loss - fewer.loss for fewer, more in runs)
+    if nats >= 0:
+        raise RecordError("more steps of the base do not end at a lower loss: give another number of steps")
+    return sum(math.log(more.seconds / fewer.seconds) for fewer, more in runs) / nats
+
+
+def list_ratios(pairs: list[tuple[Any, Any]], nat_rate: float) -> list[float]:
+    """For each pair (base, other): the logarithm of the ratio of the seconds that the other needs for the
+    base's loss. A run has seconds and loss."""
+    return [math.log(run.seconds / base.seconds) - (run.loss - base.loss) * nat_rate for base, run in pairs]
+
+
+def find_base(folder: Path) -> Path | None:
+    """The record before this one, against which it was measured. None if the folder does not name one."""
+    against = next(iter(list_visible(folder, "against_*")), None)
+    return against and folder.parent / against.name.removeprefix("against_")
+
+
+def read_claim(record: Record, base: Record) -> Link | None:
+    """The claim of a record: the pairs of its runs and of the base's runs in its folder against_BASE. None
+    without such runs. RecordError if they do not belong together."""
+    by_seed: dict[int, dict[int, dict]] = {}
+    for path in list_visible(record.folder, f"against_{base.folder.name}/*.json"):
+        result = read_result(path)
+        found = differences(base.results[0], result, "base")
+        found += differences(record.results[0], result, "times")
+        if found:
+            raise RecordError(f"{path} does not belong to the pairs of {record.folder}: {', '.join(found)}")
+        by_seed.setdefault(result["seed"], {})[result["config"]["num_iterations"]] = result
+    if not by_seed:
+        return None
+    runs = {seed: [Finish.read(found[steps]) for steps in sorted(found)] for seed, found in by_seed.items()}
+    rate = find_nat_rate([(found[0], found[-1]) for found in runs.values() if len(found) == 3])
+    ours = {result["seed"]: Finish.read(result) for result in record.results}
+    whole = {seed: found[len(found) // 2] for seed, found in runs.items()}  # of 0.9, 1, 1.1 of the steps
+    found = estimate(list_ratios([(whole[seed], ours[seed]) for seed in sorted(whole.keys() & ours)], rate))
+    return Link(*map(math.exp, found[1:4]), found.n, format_machine(record.results[0]))
+
+
+def read_links(record: Record, base: Record) -> list[Link]:
+    """The claim of a record, and then what was measured on other machines, by the names of the files."""
+    links = []
+    for path in list_visible(record.folder, f"against_{base.folder.name}/repeats/*.json"):
+        report = json.loads(path.read_text())
+        (side,) = report["sides"]
+        links.append(Link(*(side[name] for name in Link._fields[:4]), report["machine"]))
+    claim = read_claim(record, base)
+    return [claim, *links] if claim else links
 
 
 def find_crossing(result: dict, target: float) -> tuple[float, float] | None:
@@ -411,63 +508,29 @@ def format_machine(result: dict) -> str:
     return ", ".join(filter(None, [*known, facts.get("choices.dtype"), f"PyTorch {facts['machine.torch']}"]))
 
 
-def count_threads(jobs: int) -> int | None:
-    """Threads of each of several runs in parallel. None for a single job: the default."""
-    return max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 else None
-
-
 def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str], set[int]],
                 source: bytes, program: str, cwd: Path = ROOT,
-                keep: Callable[[str, int], None] | None = None, jobs: int = 1) -> None:
+                keep: Callable[[str, int], None] | None = None) -> None:
     """Run a script for each (name, seed, options) whose seed is not done yet, and show the progress.
 
     A copy of the script runs, so that an edit in the meantime does not change later runs. keep() gets name
-    and seed after each run. With several jobs the runs share the processors: their times mean nothing.
+    and seed after each run.
     """
     missing = [run for run in runs if run[1] not in find_done(run[0])]
     if len(missing) < len(runs):
         print(f"{len(runs) - len(missing)} of {len(runs)} runs are from an earlier call", file=sys.stderr)
-    environment, has_failed, processes = dict(os.environ), threading.Event(), []
-    if threads := count_threads(jobs):
-        environment["OMP_NUM_THREADS"] = str(threads)
-
-    def run(name: str, seed: int, options: list[str]) -> None:
-        if has_failed.is_set():  # start no further run
-            return
-        command = [sys.executable, str(script), *options, f"--seed={seed}"]
-        command += ["--save_model=off"] if b"save_model" in source else []  # an option of older scripts
-        progress.show(f"{name}, seed {seed}")
-        process = subprocess.Popen(command, cwd=cwd, env=environment, text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        processes.append(process)
-        _, errors = process.communicate()
-        if process.returncode:
-            has_failed.set()
-            raise RecordError(f"{shlex.join(command)} ended with status {process.returncode}: "
-                              f"{' '.join(errors.split())} (start {program} again to go on from here)")
-        if keep:
-            keep(name, seed)
-        progress.finish(f"{name}, seed {seed}")
-
     with (tempfile.TemporaryDirectory() as folder,
           Progress(len(runs), len(runs) - len(missing)) as progress):
         script = Path(folder, "train_gpt.py")
         script.write_bytes(source)
-        with ThreadPoolExecutor(jobs) as pool:
-            futures = [pool.submit(run, *one) for one in missing]
-            try:
-                for future in futures:
-                    future.result()
-            except KeyboardInterrupt:
-                has_failed.set()
-                for process in processes:  # those that have ended ignore it
-                    process.terminate()
-                raise
-            finally:
-                pool.shutdown(cancel_futures=True)
-
-
-def remove_models(out: Path, seed: int) -> None:
-    """Remove what a run with --out left for sampling, which a comparison of losses does not need."""
-    for path in list_visible(out, f"checkpoints/*_seed{seed}_*"):
-        shutil.rmtree(path)
+        for name, seed, options in missing:
+            command = [sys.executable, str(script), *options, f"--seed={seed}"]
+            command += ["--save_model=off"] if b"save_model" in source else []  # an option of older scripts
+            progress.show(f"{name}, seed {seed}")
+            done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+            if done.returncode:
+                raise RecordError(f"{shlex.join(command)} ended with status {done.returncode}: "
+                                  f"{' '.join(done.stderr.split())} (start {program} again to go on)")
+            if keep:
+                keep(name, seed)
+            progress.finish(f"{name}, seed {seed}")

@@ -1,31 +1,54 @@
-"""Test record folders over their seeds.
+"""Check the folders of records: what they claim, and that their files belong together.
 
-    ladder=records/laptop/2026-11-21_ladder
-    ./run.sh tools/validate.py $ladder/sigmoid_skips
-    ./run.sh tools/validate.py $ladder/muon --baseline=$ladder/adamw_rotary
+    ./run.sh tools/validate.py records/laptop/2026-11-28_six_grams
+    ./run.sh tools/validate.py records/laptop/*/
 
 Prints for each folder the number of runs, mean, standard deviation and minimum of the final validation loss,
 the one-sided t-test of the mean against the track's target, and the training time. Resumed runs and runs in
-which the guard acted are named. --baseline adds the differences to that folder in loss and time, paired by
-seed, with 95 % confidence intervals. Both must have run on one corpus. On different machines only the
-losses are compared, and the line names the machines' differences.
+which the guard acted are named. A record with pairs has a second line, what it needs of the time of the
+record before it. Script, config, data, log and curve of each run must belong together.
 
-The exit status is 1 if the mean of a folder is not below the target at p < 0.01. It is 0 if a folder cannot
-be tested: one seed, no target, or the record that sets the target.
+The exit status is 1 if the mean of a folder is not below the target at p < 0.01, or if the pairs do not show
+that a record is faster. It is 0 if a folder cannot be tested: one seed, no target, no pairs, or the record
+that sets the target.
 """
 
-import math
+import json
 import statistics
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import Parser, at_least, require_packages, run_guarded
+from tools.common import Parser, RecordError, at_least, require_packages, run_guarded
 
 with require_packages():
     import scipy.stats  # noqa: F401  # results.py imports it later
 
     from tools import results
+
+LOG_RULE = f"\n{'=' * 100}\n"  # below the facts of the run
+
+
+def check_files(record: results.Record) -> None:
+    """RecordError if a log is not that of its result, or the curve not that of the config. read_record() has
+    compared the results with the script and with each other."""
+    for result in record.results:
+        path = record.folder / f"{result['run_id']}.txt"
+        step, loss, milliseconds = result["val_points"][-1]
+        config = result["config"]
+        if not path.exists():
+            raise RecordError(f"{record.folder} has no log of {result['run_id']}")
+        facts, _, lines = path.read_text().partition(LOG_RULE)
+        facts = json.loads(facts)
+        end = f"step:{step}/{step} val_loss:{loss:.4f} train_time:{milliseconds}ms"
+        hardware = {name: result["hardware"].get(name) for name in facts["hardware"]}
+        wrong = [name for name in ("script_sha256", "argv", "versions") if facts[name] != result[name]]
+        wrong += ["hardware"] * (facts["hardware"] != hardware)
+        wrong += ["config"] * ("config" in facts and facts["config"] != config)
+        wrong += ["the last validation"] * (end not in lines or loss != result["final_val_loss"])
+        wrong += ["the number of steps"] * (step != config["num_iterations"])
+        if wrong:
+            raise RecordError(f"{path}: {', '.join(wrong)} of the log and of the json differ")
 
 
 def format_record(record: results.Record, target: float | None, sets_target: bool = False
@@ -49,43 +72,30 @@ def format_record(record: results.Record, target: float | None, sets_target: boo
             f"{statistics.mean(record.seconds.values()):.1f} s, {verdict}"), is_below
 
 
-def format_effect(effect: results.Effect, digits: int) -> str:
-    """A difference with its interval and p."""
-    if math.isnan(effect.p):
-        return f"{effect.mean:+.{digits}f} over {effect.n} seed{'s' * (effect.n > 1)}: no test possible"
-    return (f"{effect.mean:+.{digits}f} [{effect.low:+.{digits}f}, {effect.high:+.{digits}f}] over "
-            f"{effect.n} seeds, p = {effect.p:.2g}")
-
-
-def format_comparison(record: results.Record, baseline: results.Record) -> str:
-    """The line of a paired comparison. RecordError if the data differ."""
-    effect = results.compare(record, baseline)
-    time = f"no comparison of times on other machines ({effect.machines})" if effect.machines else (
-        f"seconds {format_effect(results.compare(record, baseline, 'times'), 1)}")
-    return f"    against {baseline.folder}: loss {format_effect(effect, 4)}, {time}"
-
-
 def main() -> int:
-    """Print a line for each folder."""
+    """Print the lines of each folder."""
     parser = Parser(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, help="record folders")
-    parser.add_argument("--baseline", type=Path, help="record folder to compare with")
     parser.add_argument("--target", type=at_least(0, float),
                         help="loss to be below (default: the track's)")
     args = parser.parse_args()
-    baseline = args.baseline and results.read_record(args.baseline)
     verdicts = []
+    num_slower = 0
     for folder in args.folders:
         record = results.read_record(folder)
         target = results.find_own_target(record) if args.target is None else (args.target, False)
         line, is_below = format_record(record, *target)
         verdicts.append(is_below)
         print(line, flush=True)
-        if baseline:
-            print(format_comparison(record, baseline))
+        check_files(record)
+        base = results.find_base(folder)
+        claim = base and results.read_claim(record, results.read_record(base))
+        if claim:
+            print(f"    needs {claim.format()} of the time of {base.name} at equal loss")
+            num_slower += not claim.high < 1
     below, above, untested = map(verdicts.count, (True, False, None))
     print(f"{below} below the target at p < 0.01, {above} not shown to be, {untested} not tested")
-    return int(above > 0)
+    return int(above + num_slower > 0)
 
 
 if __name__ == "__main__":
