@@ -38,8 +38,8 @@ RESTART_OPTIONS = {f"options.{name}" for name in (
 MAY_DIFFER = {
     "record": {*RESTART_OPTIONS, "options.seed"},  # runs of one record
     "replay": {*RESTART_OPTIONS, "options.record"},  # a result as a preset leaves it out
-    "base": {*RESTART_OPTIONS, "options.seed", "options.num_iterations", "options.epochs", "machine",
-             "choices"},  # a record's runs, and those with which a claim against it was measured
+    "base": {*RESTART_OPTIONS, "options.record", "options.seed", "options.num_iterations", "options.epochs",
+             "machine", "choices"},  # a record's runs, and those with which a claim against it was measured
     "losses": {"options", "script", "choices", "machine"},  # losses of two records
     "times": {"options", "script", "choices"},  # times of two records
 }
