@@ -12,9 +12,9 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 # a separate layer, so a change of the code does not install PyTorch again
-COPY requirements.txt /opt/requirements.txt
+COPY requirements.txt requirements-tools.txt requirements-dev.txt /opt/
 RUN python3 -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir --requirement /opt/requirements.txt
+    && /opt/venv/bin/pip install --no-cache-dir --requirement /opt/requirements-dev.txt
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1
 

@@ -54,11 +54,13 @@ else
   "$python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
 fi
 if [[ ! -e $root/data/torch_source/corpus.json ]]; then  # the text of the small presets, from the installed PyTorch
+  [[ -w $root/data ]] || stop "$root/data cannot be written: copy the project to a folder of your own"
   (cd "$root" && "$python" -c 'import runpy; runpy.run_path("data/text.py")["make_embedded_corpus"]()')
 fi
 
 if [[ ${1:-} == test ]]; then
   cd "$root"
+  echo "run.sh: collecting the tests. All of them take about six minutes on two cores" >&2
   exec "$python" -m pytest "${@:2}"
 fi
 export RUN_SH=$0  # printed commands start with it
@@ -66,6 +68,7 @@ if [[ $RUN_SH != */* ]]; then RUN_SH=./$RUN_SH; fi
 if [[ ${1:-} == [^-]*.py ]]; then
   case ${1##*/} in  # names until 2026-11-29
     ablate.py | compare_scripts.py | cpu_ablation.py | rules.py) new=tools/compare.py ;;
+    common.py | results.py) stop "$1 has functions for the tools and runs nothing" ;;
     make_leaderboard.py | run_ladder.py) new=tools/${1##*_} ;;
     *) new=tools/${1##*/} ;;
   esac

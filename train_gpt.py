@@ -31,7 +31,7 @@ import functools
 import gc
 import glob
 import hashlib
-import importlib
+import importlib.util
 import itertools
 import json
 import math
@@ -57,6 +57,8 @@ from pathlib import Path
 SCRIPT = Path(__file__).read_bytes()  # the bytes that run, even if the file is edited during the run
 if __name__ == "__main__":  # as run.sh, before PyTorch loads OpenMP: its waiting threads free their core
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    if importlib.util.find_spec("torch") is None:
+        sys.exit("train_gpt.py: error: PyTorch is not installed: start with ./run.sh, which installs it")
 
 import numpy as np
 import torch
@@ -247,7 +249,7 @@ class Config:
                              "and data, if any. A model.pt: begin at step 0 with its weights")
     telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
     tracker: str = option("off", "also send losses and measurements to this tool. Needs its package",
-                          choices=("off", "trackio", "wandb"))
+                          choices=("off", "trackio", "wandb", "tensorboard"))
     guard: bool = option(False, "if training diverges, roll back and raise the precision. It keeps copies "
                          "of model and optimizer state, so an n-gram table above 2 GB is refused")
 
@@ -4924,6 +4926,7 @@ def config_from_dict(values: dict):
 
 # Options that change neither weights nor losses. The checkpoint of --resume=PATH is in the key, by itself
 NOT_IN_KEY = ("out", "resume", "checkpoint_every", "telemetry_every", "tracker")
+TRACK_DATA = {"laptop": "fd405a8b3e48e7ca", "shakespeare": "096b3533110f2759"}  # corpus fingerprints
 
 
 def make_key(run: dict, *ignored: str):
@@ -5035,6 +5038,8 @@ def find_conflict(cfg: Config, run: dict):
             folder.mkdir(parents=True, exist_ok=True)
         if not os.access(f"{folder}/.", os.W_OK):
             return f"--out={cfg.out}: {folder} is no folder that can be written"
+    if cfg.record and run["corpus_fingerprint"] != TRACK_DATA.get(cfg.track, run["corpus_fingerprint"]):
+        return f"--record={cfg.record}: these are not the data of track {cfg.track}: give another --track"
     for path in sorted(results.glob("[0-9]*_seed*.json"))[-1:] if cfg.record else ():
         result = json.loads(path.read_text())
         has_key = "key" in result and make_key(result, "seed") == make_key(run, "seed")
@@ -5054,6 +5059,27 @@ def measure_run(trainer: Trainer, run: dict):
         mfu=round(flops / (rt.peak_flops * rt.world_size), 4),
         peak_memory_mib=read_peak_memory_mib(rt),
         resumed_at=progress.resumed_at, guard_actions=progress.num_actions)
+
+
+class TensorBoard:
+    """TensorBoard with the interface of trackio and wandb. It writes logs/tensorboard/RUN_ID."""
+
+    def __init__(self, out: str):
+        self.folder = Path(out, "logs", "tensorboard")
+
+    def init(self, name: str, **_):
+        from torch.utils.tensorboard import SummaryWriter
+        self.writer = SummaryWriter(self.folder / name)
+
+    def log(self, values: dict, step: int):
+        for name, value in values.items():
+            if isinstance(value, dict):
+                self.log({f"{name}/{key}": entry for key, entry in value.items()}, step)
+            elif isinstance(value, int | float):
+                self.writer.add_scalar(name, value, step)
+
+    def finish(self):
+        self.writer.close()
 
 
 class RunLog:
@@ -5086,6 +5112,8 @@ class RunLog:
             except ImportError as error:
                 raise RunError(f"--tracker={name} needs its package ({error}): pip install {name}",
                                2) from None
+            if name == "tensorboard":
+                self.tracker = TensorBoard(self.cfg.out)
             self.call_tracker("init", project="train_gpt", name=self.run["run_id"],
                               config=self.run["config"])
         return self
@@ -5211,7 +5239,8 @@ class RunLog:
             shutil.move(file.name, folder / f"{run['run_id']}{suffix}")
         path = folder / f"{run['run_id']}.json"
         write_atomic(path, (json.dumps(result, indent=1) + "\n").encode())
-        for name in ("preset", "seed", "final_val_loss", "train_time_ms", "compile_time_s", "tokens_per_s",
+        compile_time = ("compile_time_s",) * self.rt.use_compile
+        for name in ("preset", "seed", "final_val_loss", "train_time_ms", *compile_time, "tokens_per_s",
                      "mfu", "peak_memory_mib"):
             print0(f"{name + ':':<17}{result[name]}", self.rt)
         print0(f"result:          {path}", self.rt)

@@ -16,7 +16,6 @@ from benchmarks import (
     comm,
     common,
     compare_nanogpt,
-    copy_loss,
     gpt2_baseline,
     gpu,
     roofline,
@@ -55,7 +54,7 @@ def test_step_compares_profiles_and_predicts(shards, tmp_path):
 
 @pytest.mark.parametrize("tool, option", [
     ("step", "--num_steps=2"), ("step", "--data_ranks=1,0"), ("step", "--compare='a"), ("step", "--num_step=9"), ("step", "--seq_len=100"),
-    ("comm", "--max_mb=-1"), ("copy_loss", "--depth=3"),
+    ("comm", "--max_mb=-1"),
     ("gpu", "--parts=tests,track_3"), ("gpu", "--seconds=0"), ("gpt2_baseline", "--options=--model_dims=4"),
     ("gpt2_baseline", "--context=10000000"), ("gpt2_baseline", "--num_heads=3"),
     ("gpt2_baseline", "--beta2=1.5"), ("gpt2_baseline", "--lr=inf"),
@@ -363,34 +362,6 @@ def test_the_roofline_adds_up(monkeypatch, capsys):
                     ["| of the last sum sent, if nothing hid it", "1,750.0"]]
     assert "takes 1200.00 ms: 1200.00 ms a step, GPU idle 17 %" in predict("--ranks=8", "--launches=600")
     assert "takes 1000.00 ms: 1001.00 ms a step, GPU idle 0 %" in predict("--ranks=8", "--launches=500")
-
-
-def test_repeats_are_found_within_a_document():
-    """Eight tokens again within the window, outside it, and in another document. Also repeats of a token."""
-    eight = list(range(1, 9))
-    inputs = torch.tensor([*eight, 9, *eight, 9, 9, 9, *eight, *[7] * 10], dtype=torch.int32)
-    doc_ids = torch.zeros(len(inputs), dtype=torch.int32)
-
-    def find(inputs, doc_ids, window):
-        return copy_loss.find_repeats(gpt.Batch(inputs, inputs, doc_ids), window).nonzero()[0].tolist()
-
-    assert find(inputs, doc_ids, 9) == [16, 17, 36, 37]  # the third time comes 11 tokens after the second
-    assert find(inputs, doc_ids, 11) == [16, 17, 26, 27, 36, 37]
-    doc_ids[9:] = 1
-    assert find(inputs, doc_ids, 11) == [27, 36, 37]
-    doc_ids = torch.tensor([0] * 12 + [1] * 4)  # the second eight ends in the next document
-    assert find(torch.tensor([*eight, *eight]), doc_ids, 9) == []
-
-
-def test_the_loss_of_a_checkpoint_in_two_parts(shards, here):
-    """Weighted by their shares, both add up to the validation loss of the run."""
-    result = run(shards, "--num_iterations=4", "--checkpoint_every=4")
-    (path,) = here.glob("checkpoints/*/*/step_*")
-    step, loss, share, repeated, others = copy_loss.split_loss(path)
-    assert step == 4 and 0 < share < 1
-    assert share * repeated + (1 - share) * others == pytest.approx(loss, rel=1e-5)
-    assert loss == pytest.approx(result["final_val_loss"], rel=1e-5)
-    assert copy_loss.split_loss(path.with_name("model.pt")) == (step, loss, share, repeated, others)
 
 
 def test_words_of_samples_are_counted():

@@ -84,6 +84,15 @@ def test_compiled_run_agrees(shards, tmp_path):
 RECORD = [*TINY, "--num_iterations=3", "--val_loss_every=0", "--record=mine"]
 
 
+def test_a_record_is_of_the_data_of_its_track(shards, here, capsys):
+    """Others are refused before training, and leave no run."""
+    run(shards, "--track=laptop", preset=RECORD, status=2)
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and "these are not the data of track laptop: give another --track" in errors
+    assert not list(here.rglob("*.json")) and not list(here.rglob("*.txt"))
+    run(shards, "--track=mine", preset=RECORD)
+
+
 def test_a_record_is_of_one_script_config_and_machine(shards, here, monkeypatch, capsys):
     """Others are refused at the start, and leave nothing. Seeds and folders may differ."""
     run(shards, preset=RECORD)

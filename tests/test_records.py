@@ -45,7 +45,7 @@ def real_record(shards, tmp_path_factory):
 def make_record(real_record, tmp_path):
     """Make copies of the real record with other names, seeds and losses."""
     (source,) = real_record.glob("*.json")
-    result = json.loads(source.read_text()) | dict(corpus_fingerprint=results.TRACK_DATA["laptop"])
+    result = json.loads(source.read_text()) | dict(corpus_fingerprint=gpt.TRACK_DATA["laptop"])
     facts, log = source.with_suffix(".txt").read_text().split(validate.LOG_RULE)
 
     def make(name, losses, script=real_record / "train_gpt.py", **changes):
@@ -494,6 +494,13 @@ def test_what_is_replayed(make_record, tool, tmp_path, monkeypatch):
     assert tool(replay, "--all", f"--records_dir={tmp_path}/only")[1].count("passed over (") == 2
     monkeypatch.setattr(replay, "replay", lambda folder, result, is_forced: (False, "another loss"))
     assert tool(replay, here)[0] == 1
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    path = tmp_path / "nowhere" / "curves.svg"
+    assert common.run_guarded(lambda: path.write_text("")) == 1
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and errors.endswith(f"error: {path}: No such file or directory\n")
 
 
 def test_runs_of_a_tool_end_with_the_first_failure(tmp_path):

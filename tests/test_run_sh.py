@@ -27,7 +27,8 @@ def calls_of(tmp_path):
         corpus.touch() if has_corpus else corpus.unlink(missing_ok=True)
         done = subprocess.run(["/bin/bash", str(tmp_path / "run.sh"), *args], capture_output=True, text=True,
                               env={"PATH": str(tmp_path), "NPROC": nproc}, cwd=tmp_path)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert (done.returncode, done.stdout) == (0, "")
+        assert done.stderr == "" or args[0] == "test" and done.stderr.count("\n") == 1
         return notes.read_text().replace(str(tmp_path), "").splitlines()
 
     return run
@@ -83,6 +84,12 @@ def test_a_missing_corpus_is_made_first(calls_of):
 def test_an_old_path_ends_with_the_new_one(old, new):
     done = subprocess.run([ROOT / "run.sh", old], capture_output=True, text=True, env=os.environ | {"NPROC": "1"})
     assert (done.returncode, done.stderr) == (2, f"run.sh: error: {old} is now tools/{new}.py\n")
+
+
+@pytest.mark.parametrize("name", ["tools/common.py", "tools/results.py", "benchmarks/common.py"])
+def test_a_library_runs_nothing(name):
+    done = subprocess.run([ROOT / "run.sh", name], capture_output=True, text=True, env=os.environ | {"NPROC": "1"})
+    assert (done.returncode, done.stderr) == (2, f"run.sh: error: {name} has functions for the tools and runs nothing\n")
 
 
 @pytest.mark.parametrize("word, has_tools, has_tests", [

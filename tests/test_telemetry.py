@@ -153,6 +153,20 @@ def test_a_tracker_gets_all_events(shards, here, monkeypatch, now, capsys):
     assert "error: --tracker=wandb needs its package" in capsys.readouterr().err
 
 
+def test_tensorboard_gets_all_events(shards, here):
+    """Read again with the package. It is not among the requirements of the tests."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    result = run(shards, "--num_iterations=4", "--telemetry_every=2", "--tracker=tensorboard")
+    (folder,) = Path("logs/tensorboard").iterdir()
+    assert folder.name == result["run_id"]
+    events = accumulator.EventAccumulator(str(folder)).Reload()
+    losses = [(event.step, pytest.approx(event.value)) for event in events.Scalars("train_loss")]
+    assert [tuple(point) for point in result["train_points"]] == losses and len(losses) == 4
+    *_, end = events.Scalars("validation/val_loss")
+    assert (end.step, end.value) == (4, pytest.approx(result["final_val_loss"]))
+    assert [event.step for event in events.Scalars("telemetry/groups/matrix/grad_norm")] == [2, 4]
+
+
 @pytest.mark.parametrize("function", ["init", "log", "finish"])
 def test_a_tracker_that_raises_is_off(shards, here, monkeypatch, capsys, function):
     """With one line. The losses are those of a run without it."""

@@ -135,7 +135,8 @@ class Progress:
 
 
 def run_guarded(body: Callable[[], int | None], interrupted: str = "interrupted") -> int:
-    """Run a tool and return its exit status. An error with a status is one line. Others are tracebacks.
+    """Run a tool and return its exit status. An error with a status, or of a file, is one line. Others are
+    tracebacks.
 
     SIGTERM acts as Ctrl-C does, so that a tool ends its child processes.
     """
@@ -154,6 +155,10 @@ def run_guarded(body: Callable[[], int | None], interrupted: str = "interrupted"
     except KeyboardInterrupt as stop:
         warn(interrupted)
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
+    except OSError as error:
+        if not error.filename:
+            raise
+        line, status = f"error: {error.filename}: {error.strerror}", 1
     except Exception as error:
         if not hasattr(error, "status"):
             raise

@@ -276,8 +276,9 @@ def decide(samples: list[list[float]]) -> set[int]:
 class Comparison:
     """The base against other sides, by pairs of runs."""
 
-    def __init__(self, sides: list[Side], folder: Path):
+    def __init__(self, sides: list[Side], folder: Path, first_seed: int):
         self.base, *self.others = sides
+        self.first_seed = first_seed
         self.runs = Runs(folder)
         self.seeds: dict[Side, list[int]] = {side: [] for side in self.others}
         self.decided: set[Side] = set()
@@ -286,14 +287,14 @@ class Comparison:
         """Run pairs until all sides are decided, at most num_pairs. runs_all: run all of them."""
         order = random.Random(0)  # equal if the command goes on
         with Progress(num_pairs, unit="pair") as progress:
-            for seed in range(num_pairs):
+            for seed in range(self.first_seed, self.first_seed + num_pairs):
                 waiting = [side for side in self.others if runs_all or side not in self.decided]
                 shuffled = [self.base, *waiting]
                 order.shuffle(shuffled)
                 for side in shuffled:
                     progress.show(f"seed {seed}, {side.name}")
                     self.runs.add(side, seed)
-                for scale in SCALES if seed < FIRST_LOOK else ():
+                for scale in SCALES if seed < self.first_seed + FIRST_LOOK else ():
                     self.runs.add(self.base, seed, scale)
                 for side in waiting:
                     self.seeds[side].append(seed)
@@ -306,8 +307,9 @@ class Comparison:
 
     def list_base_runs(self) -> list[tuple[Run, Run, Run]]:
         """The runs of the base in the first pairs, with fewer, all and more steps."""
+        seeds = max(self.seeds.values(), key=len)
         return [tuple(self.runs.get(self.base, seed, scale) for scale in (SCALES[0], 1.0, SCALES[1]))
-                for seed in range(min(FIRST_LOOK, max(map(len, self.seeds.values()))))]
+                for seed in seeds[:FIRST_LOOK]]
 
     def list_pairs(self, side: Side) -> list[tuple[Run, Run]]:
         return [(self.runs.get(self.base, seed), self.runs.get(side, seed)) for seed in self.seeds[side]]
@@ -379,13 +381,13 @@ class Comparison:
         from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(figsize=(7, 4.5))
-        base_seeds = range(max(map(len, self.seeds.values())))
+        base_seeds = max(self.seeds.values(), key=len)
         for number, (side, seeds) in enumerate({self.base: base_seeds, **self.seeds}.items()):
             for seed in seeds:
                 points = self.runs.get(side, seed).val_points
                 axes.plot([ms / 1000 for _, _, ms in points], [loss for _, loss, _ in points], alpha=0.6,
                           color=f"C{number % 10}", linestyle=("-", "--", ":", "-.")[number // 10 % 4],
-                          label=None if seed else side.name)
+                          label=side.name if seed == self.first_seed else None)
         axes.set(xlabel="seconds of training", ylabel="validation loss")
         axes.legend()
         figure.savefig(path, bbox_inches="tight")
@@ -393,7 +395,7 @@ class Comparison:
 
     def report(self) -> dict:
         """The figures for --json, which a record keeps of other machines."""
-        run = self.runs.get(self.base, 0)
+        run = self.runs.get(self.base, self.first_seed)
         result = results.read_result(self.runs.folder / f"{run.run_id}.json")
         return dict(date=time.strftime("%Y-%m-%d", time.gmtime()), machine=results.format_machine(result),
                     base=self.base.name, sides=[self.judge(side) for side in self.others])
@@ -417,13 +419,14 @@ class Comparison:
             made.rename(folder)
 
 
-def compare_sides(sides: list[Side], num_pairs: int, runs_all: bool = False) -> Comparison:
-    """Run the pairs, and print the table and the verdicts."""
+def compare_sides(sides: list[Side], num_pairs: int, first_seed: int = 0, runs_all: bool = False
+                  ) -> Comparison:
+    """Run the pairs of sides."""
     machine = json.dumps(gpt.describe_machine(gpt.Runtime()), sort_keys=True)
     digest = hashlib.sha256(repr((sides, machine, os.environ.get("NPROC"))).encode()).hexdigest()[:12]
     folder = ROOT / "logs" / "compare" / digest
     (folder / "cache").mkdir(parents=True, exist_ok=True)
-    comparison = Comparison(sides, folder)
+    comparison = Comparison(sides, folder, first_seed)
     comparison.run_pairs(num_pairs, runs_all)
     return comparison
 
@@ -449,6 +452,8 @@ def main() -> int:
     parser.add_argument("--parts", action="store_true", help="the base without each of its parts")
     parser.add_argument("--pairs", type=int, default=MOST_PAIRS, choices=range(2, MOST_PAIRS + 1),
                         metavar=f"2..{MOST_PAIRS}", help="most pairs (default %(default)s)")
+    parser.add_argument("--first_seed", type=at_least(0), default=0,
+                        help="seed of the first pair (default %(default)s)")
     parser.add_argument("--target", type=at_least(0, float), help="also the time to this validation loss")
     parser.add_argument("--record", metavar="NAME", help="leave a record of the second side. The first side "
                         "is the folder of the record before it")
@@ -468,7 +473,7 @@ def main() -> int:
             if len(sides) != 2:
                 raise RecordError(f"--record={args.record}: give two sides, the old record and the new one")
             folder = find_record_folder(args.record, Path(args.sides[0]))
-        comparison = compare_sides(sides, args.pairs, bool(folder))
+        comparison = compare_sides(sides, args.pairs, args.first_seed, bool(folder))
         header = ["side", "seconds at equal loss", "seconds", "a step", "processor", "context switches",
                   "loss", *(["seconds to target"] if args.target is not None else [])]
         print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")

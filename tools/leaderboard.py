@@ -134,11 +134,9 @@ the rung before, corrected for the {num_effects} effects of the table.
 |---|---|---|---|---|---|---|---|---|---|---|
 """
 README_PICTURE = """\
-The picture above. Left: the benchmark's published records on 8xH100, the last one is record {last}. The file
-`train_gpt.py` has not been timed there. Right: small recipes on two cores with bfloat16, with the median and
-the range of the seeds. The colors mark the published records {numbers}, and the small recipe with the
-mechanisms of each. The processors differ. On that of "laptop now" the record of 2026-11-25 needs 16 s for
-1.03.
+The picture above. Left: the published records on 8xH100, where `train_gpt.py` has not been timed. The last
+one is record {last}. Right: small recipes on two cores, median and range of the seeds. The colors mark the
+published records {numbers}, and the small recipe with the mechanisms of each. The processors differ.
 """
 LADDER_PICTURE = """
 ![Left: published minutes to 3.28, by day. Right: validation loss against seconds, of recipes in miniature](\
@@ -476,7 +474,7 @@ def format_lines(target: float, records: list[results.Record], curves: list[plot
     intro = README_PICTURE.format(last=plot.read_published()[-1].record,
                                   numbers=f"{', '.join(numbers)} and {last}")
     track = records[0].results[0]["track"]
-    return (f"{intro}Track `{track}` has a target of {target:g} nats per byte.\n\n"
+    return (f"{intro}Track `{track}` has a target of {target:g} nats per byte:\n"
             f"{format_claims(records, target, 'records/')}")
 
 

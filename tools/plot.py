@@ -1,4 +1,4 @@
-"""Draw record folders, results of any runs, or their telemetry, as PNG and SVG.
+"""Draw record folders, results of any runs, or their telemetry, as SVG.
 
     ./run.sh tools/plot.py records/laptop/*_ladder/{target,sigmoid_skips} --out=curves
     ./run.sh tools/plot.py logs/*.json --out=curves

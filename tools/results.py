@@ -25,7 +25,6 @@ from tools.common import ROOT, Progress, RecordError, list_visible, warn
 
 RECORDS = ROOT / "records"
 PUBLISHED_TARGETS = {"track_1": 3.28, "one_gpu": 3.28, "track_2": 2.92, "shakespeare": 1.4697}
-TRACK_DATA = {"laptop": "fd405a8b3e48e7ca", "shakespeare": "096b3533110f2759"}  # corpus fingerprints
 # Options of the validation that a track fixes. nanoGPT reads Shakespeare in blocks of 256
 TRACK_VALIDATION = {"shakespeare": dict(val_tokens=111_360, val_seq_len=256)}
 DROPPED = {"resume", "time_limit", "checkpoint_every", "tracker"}  # options that no tool repeats
@@ -249,7 +248,8 @@ def read_track(track: str, records_dir: Path = RECORDS, refuse: Callable[[str], 
 def check_track(record: Record) -> None:
     """RecordError if the data of a record are not the data of its track, so that it is not comparable."""
     result = record.results[0]
-    if result.get("corpus_fingerprint") != TRACK_DATA.get(result["track"], result.get("corpus_fingerprint")):
+    data = result.get("corpus_fingerprint")
+    if data != gpt.TRACK_DATA.get(result["track"], data):
         raise RecordError(f"{record.folder} has other data than track {result['track']}: give a new --track")
     for name, value in TRACK_VALIDATION.get(result["track"], {}).items():
         if result["config"].get(name) != value:

@@ -58,6 +58,8 @@ def scale_by_depth(depth: int, rule: str = "muon", tokens_per_param: float = 12.
         stages=[dict(duration=1, window_long=2048, window_short=512)], val_windows=[], seq_len=seq_len,
         micro_batch_tokens=2 * seq_len, max_doc_len=2048, tokens_per_step=batch,
         num_iterations=num_iterations, adam_eps=1e-10 * gpt.GRAD_TOKENS, vocab_size=vocab_size)}
+    if vocab_size != 50_257:  # a text of one's own, whose validation part is short
+        options["val_seq_len"] = 8192
     parent = gpt.load_preset("record_32")
     rows = {name: leave_out(row, parent.groups[name]) for name, row in groups.items()}
     return dict(parent="record_32", options=leave_out(options, parent) | dict(
