@@ -55,6 +55,35 @@ from tools.common import (
     run_guarded,
 )
 
+FIRST_LOOK, MOST_PAIRS, ERROR = 3, 12, 0.01  # error: of all looks together
+
+
+def make_parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_argument("sides", nargs="+", help="the base, and what is compared with it")
+    parser.add_argument("--parts", action="store_true", help="the base without each of its parts")
+    parser.add_argument("--pairs", type=int, default=MOST_PAIRS, choices=range(2, MOST_PAIRS + 1),
+                        metavar=f"2..{MOST_PAIRS}", help="most pairs (default %(default)s)")
+    parser.add_argument("--first_seed", type=at_least(0), default=0,
+                        help="seed of the first pair (default %(default)s)")
+    parser.add_argument("--target", type=at_least(0, float), help="also the time to this validation loss")
+    parser.add_argument("--record", metavar="NAME", help="leave a record of the second side. The first side "
+                        "is the folder of the record before it")
+    parser.add_argument("--json", type=output_file, help="file for the figures")
+    parser.add_argument("--plot", type=output_file, help="file for a picture of the curves (svg)")
+    return parser
+
+
+def split_words() -> tuple[list[str], list[str]]:
+    """The words of the command line before -- and after it."""
+    words = sys.argv[1:]
+    place = words.index("--") if "--" in words else len(words)
+    return words[:place], words[place + 1 :]
+
+
+if __name__ == "__main__":
+    make_parser().parse_args(split_words()[0])  # help and typos do not wait for PyTorch
+
 with require_packages():
     import scipy.stats  # noqa: F401  # results.py imports it later
 
@@ -62,7 +91,6 @@ with require_packages():
     from tools import results
     from tools.results import estimate
 
-FIRST_LOOK, MOST_PAIRS, ERROR = 3, 12, 0.01  # error: of all looks together
 SCALES = (0.9, 1.1)  # of the base's steps, for the worth of a nat
 OWN_OPTIONS = {"seed", "out", "record", "resume"}
 GPU_QUERY = "clocks.sm,temperature.gpu,clocks_throttle_reasons.active"
@@ -197,7 +225,7 @@ def train(side: Side, seed: int, extra: list[str], folder: Path) -> Run:
         try:
             while process.returncode is None:
                 try:
-                    _, errors = process.communicate(timeout=2)
+                    _, errors = process.communicate(timeout=5)
                 except subprocess.TimeoutExpired:
                     clocks += read_clocks()
         finally:
@@ -442,23 +470,8 @@ def find_record_folder(name: str, base: Path) -> Path:
 
 
 def main() -> int:
-    words = sys.argv[1:]
-    common: list[str] = []
-    if "--" in words:
-        place = words.index("--")
-        words, common = words[:place], words[place + 1 :]
-    parser = Parser(__doc__)
-    parser.add_argument("sides", nargs="+", help="the base, and what is compared with it")
-    parser.add_argument("--parts", action="store_true", help="the base without each of its parts")
-    parser.add_argument("--pairs", type=int, default=MOST_PAIRS, choices=range(2, MOST_PAIRS + 1),
-                        metavar=f"2..{MOST_PAIRS}", help="most pairs (default %(default)s)")
-    parser.add_argument("--first_seed", type=at_least(0), default=0,
-                        help="seed of the first pair (default %(default)s)")
-    parser.add_argument("--target", type=at_least(0, float), help="also the time to this validation loss")
-    parser.add_argument("--record", metavar="NAME", help="leave a record of the second side. The first side "
-                        "is the folder of the record before it")
-    parser.add_argument("--json", type=output_file, help="file for the figures")
-    parser.add_argument("--plot", type=output_file, help="file for a picture of the curves (svg)")
+    words, common = split_words()
+    parser = make_parser()
     args = parser.parse_args(words)
 
     def body() -> int:

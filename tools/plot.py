@@ -26,6 +26,18 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import Parser, RecordError, output_file, require_packages, run_guarded, warn
 
+
+def make_parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_argument("paths", nargs="+", type=Path,
+                        help="record folders of one track, or only json, or only jsonl files")
+    parser.add_argument("--out", type=output_file, default=Path("curves"), help="path of the pictures")
+    return parser
+
+
+if __name__ == "__main__":
+    make_parser().parse_args()  # help and typos do not wait for PyTorch
+
 with require_packages():
     import matplotlib
     import matplotlib.dates
@@ -324,10 +336,7 @@ def draw_published(panel: plt.Axes, curves: list[Curve]) -> None:
 
 def main() -> None:
     """Draw folders or runs."""
-    parser = Parser(__doc__)
-    parser.add_argument("paths", nargs="+", type=Path,
-                        help="record folders of one track, or only json, or only jsonl files")
-    parser.add_argument("--out", type=output_file, default=Path("curves"), help="path of the pictures")
+    parser = make_parser()
     args = parser.parse_args()
     if not args.out.name:
         raise RecordError(f"--out={args.out} is no name for a picture: give one like --out=curves")

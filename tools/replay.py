@@ -30,6 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import (
+    ROOT,
     Parser,
     RecordError,
     at_least,
@@ -40,12 +41,30 @@ from tools.common import (
     warn,
 )
 
+
+def make_parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_argument("folders", nargs="*", type=Path, help="record folders")
+    parser.add_argument("--random", type=at_least(1), default=0,
+                        help="number of random runs of records/ that fit this machine")
+    parser.add_argument("--most_seconds", type=at_least(0, float), default=math.inf,
+                        help="longest recorded training time")
+    parser.add_argument("--all", action="store_true", help="every run of records/")
+    parser.add_argument("--force", action="store_true", help="also run records of other machines")
+    parser.add_argument("--against", action="store_true", help="repeat the pairs with the record before it")
+    parser.add_argument("--json", type=output_file, help="file for the figures of --against")
+    parser.add_argument("--records_dir", type=Path, default=ROOT / "records", help="instead of records/")
+    return parser
+
+
+if __name__ == "__main__":
+    make_parser().parse_args()  # help and typos do not wait for PyTorch
+
 with require_packages():
     from tqdm import tqdm
 
     import train_gpt as gpt
     from tools import results
-
 
 
 @functools.cache
@@ -128,17 +147,7 @@ def repeat_claim(folder: Path, path: Path | None) -> int:
 
 def main() -> int:
     """Replay the chosen runs."""
-    parser = Parser(__doc__)
-    parser.add_argument("folders", nargs="*", type=Path, help="record folders")
-    parser.add_argument("--random", type=at_least(1), default=0,
-                        help="number of random runs of records/ that fit this machine")
-    parser.add_argument("--most_seconds", type=at_least(0, float), default=math.inf,
-                        help="longest recorded training time")
-    parser.add_argument("--all", action="store_true", help="every run of records/")
-    parser.add_argument("--force", action="store_true", help="also run records of other machines")
-    parser.add_argument("--against", action="store_true", help="repeat the pairs with the record before it")
-    parser.add_argument("--json", type=output_file, help="file for the figures of --against")
-    parser.add_argument("--records_dir", type=Path, default=results.RECORDS, help="instead of records/")
+    parser = make_parser()
     args = parser.parse_args()
     if args.against:
         if len(args.folders) != 1:

@@ -20,6 +20,28 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import Parser, at_least, list_visible, require_packages, run_guarded
 
+
+def make_parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_argument("model", type=Path, help="a model.pt or step_*/, or a folder with one")
+    parser.add_argument("--prompt", default="", help="start of the text. -: from standard input")
+    parser.add_argument("--num_samples", type=at_least(1), default=1)
+    parser.add_argument("--max_new_tokens", type=at_least(1), default=256)
+    parser.add_argument("--temperature", type=at_least(0, float), default=1.0,
+                        help="0: greedy. With these defaults the words and repetitions of three models were "
+                             "nearest to those of held-out text (default %(default)s)")
+    parser.add_argument("--top_k", type=at_least(0), default=50, help="draw from the likeliest. 0: all")
+    parser.add_argument("--top_p", type=float, default=0.95,
+                        help="draw from the fewest tokens whose probability reaches this. 1: all "
+                             "(default %(default)s)")
+    parser.add_argument("--seed", type=at_least(0), default=0)
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    return parser
+
+
+if __name__ == "__main__":
+    make_parser().parse_args()  # help and typos do not wait for PyTorch
+
 with require_packages():
     import torch
     import torch.nn.functional as F
@@ -154,20 +176,7 @@ def read_prompt(text: str, tokenizer: Tokenizer | None, vocab_size: int) -> list
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(__doc__)
-    parser.add_argument("model", type=Path, help="a model.pt or step_*/, or a folder with one")
-    parser.add_argument("--prompt", default="", help="start of the text. -: from standard input")
-    parser.add_argument("--num_samples", type=at_least(1), default=1)
-    parser.add_argument("--max_new_tokens", type=at_least(1), default=256)
-    parser.add_argument("--temperature", type=at_least(0, float), default=1.0,
-                        help="0: greedy. With these defaults the words and repetitions of three models were "
-                             "nearest to those of held-out text (default %(default)s)")
-    parser.add_argument("--top_k", type=at_least(0), default=50, help="draw from the likeliest. 0: all")
-    parser.add_argument("--top_p", type=float, default=0.95,
-                        help="draw from the fewest tokens whose probability reaches this. 1: all "
-                             "(default %(default)s)")
-    parser.add_argument("--seed", type=at_least(0), default=0)
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser = make_parser()
     args = parser.parse_args(argv)
     if not 0 < args.top_p <= 1:
         parser.error(f"--top_p={args.top_p:g} is not above 0 and at most 1")

@@ -19,10 +19,25 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import ROOT, Parser, at_least, require_packages, run_guarded
 
+RATES = dict(muon=0.02, normuon=0.02, anvil=0.02, muonh=0.02, normuonh=0.02, adamw=0.0018)
+
+
+def make_parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_argument("depth", type=at_least(1), help="number of layers")
+    parser.add_argument("--rule", choices=RATES, default="muon")
+    parser.add_argument("--tokens_per_param", type=at_least(0.1, float), default=12.0)
+    parser.add_argument("--tokens_per_step", type=at_least(128), help="default: by the depth")
+    parser.add_argument("--vocab_size", type=at_least(2), default=50_257)
+    parser.add_argument("--name", help="of the preset (default: d<depth>)")
+    return parser
+
+
+if __name__ == "__main__":
+    make_parser().parse_args()  # help and typos do not wait for PyTorch
+
 with require_packages():
     import train_gpt as gpt
-
-RATES = dict(muon=0.02, normuon=0.02, anvil=0.02, muonh=0.02, normuonh=0.02, adamw=0.0018)
 
 
 def scale_by_depth(depth: int, rule: str = "muon", tokens_per_param: float = 12.0,
@@ -73,13 +88,7 @@ def leave_out(values: dict, parent: object) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(__doc__)
-    parser.add_argument("depth", type=at_least(1), help="number of layers")
-    parser.add_argument("--rule", choices=RATES, default="muon")
-    parser.add_argument("--tokens_per_param", type=at_least(0.1, float), default=12.0)
-    parser.add_argument("--tokens_per_step", type=at_least(128), help="default: by the depth")
-    parser.add_argument("--vocab_size", type=at_least(2), default=50_257)
-    parser.add_argument("--name", help="of the preset (default: d<depth>)")
+    parser = make_parser()
     args = parser.parse_args(argv)
 
     def body() -> None:

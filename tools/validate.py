@@ -21,6 +21,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import Parser, RecordError, at_least, require_packages, run_guarded
 
+
+def make_parser() -> Parser:
+    parser = Parser(__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, help="record folders")
+    parser.add_argument("--target", type=at_least(0, float),
+                        help="loss to be below (default: the track's)")
+    return parser
+
+
+if __name__ == "__main__":
+    make_parser().parse_args()  # help and typos do not wait for PyTorch
+
 with require_packages():
     import scipy.stats  # noqa: F401  # results.py imports it later
 
@@ -74,10 +86,7 @@ def format_record(record: results.Record, target: float | None, sets_target: boo
 
 def main() -> int:
     """Print the lines of each folder."""
-    parser = Parser(__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, help="record folders")
-    parser.add_argument("--target", type=at_least(0, float),
-                        help="loss to be below (default: the track's)")
+    parser = make_parser()
     args = parser.parse_args()
     verdicts = []
     num_slower = 0
