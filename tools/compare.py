@@ -438,6 +438,11 @@ class Comparison:
             against = made / f"against_{base.resolve().name}"
             against.mkdir(parents=True)
             (made / "train_gpt.py").write_bytes(side.source)
+            name = results.read_result(self.runs.folder / f"{pairs[0][1].run_id}.json")["preset"]
+            while (preset := ROOT / "presets" / f"{name}.json").exists():  # the script looks beside itself
+                (made / "presets").mkdir(exist_ok=True)
+                shutil.copy(preset, made / "presets")
+                name = json.loads(preset.read_text())["parent"]
             for target, runs in ((made, [run for _, run in pairs]),
                                  (against, [run for row in self.list_base_runs() for run in row]
                                   + [run for run, _ in pairs[FIRST_LOOK:]])):

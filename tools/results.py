@@ -233,7 +233,7 @@ def read_track(track: str, records_dir: Path = RECORDS, refuse: Callable[[str], 
     """
     paths = [path for pattern in ("*/*.json", "*/*/*.json")
              for path in list_visible(records_dir, f"{track}/{pattern}")
-             if not path.parent.name.startswith("against_")]  # runs of the record before it
+             if not re.match("against_|presets$", path.parent.name)]
     records = []
     for folder in sorted({path.parent for path in paths}):
         try:
