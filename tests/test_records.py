@@ -113,7 +113,15 @@ def test_a_log_of_another_run_is_named(make_record, tool, part, change):
     assert "has no log of 1" in tool(validate, folder, "--target=9")[2]
 
 
-def make_claim(make_record, tmp_path) -> tuple[Path, Path]:
+def test_a_curve_that_ends_early_is_named(make_record, tool):
+    folder = make_record("short", [1.0])
+    edit_json(folder, lambda result: result["config"].update(num_iterations=5))
+    log = folder / "0.txt"
+    log.write_text(log.read_text().replace('"num_iterations": 4', '"num_iterations": 5'))
+    assert tool(validate, folder)[2].endswith("0.txt: the number of steps of the log and of the json differ\n")
+
+
+def make_claim(make_record) -> tuple[Path, Path]:
     """(base, record): the record takes 0.8 of the time at equal steps and ends 0.1 lower. Folder against_ has the base
     with 9, 10 and 11 of 10 steps, of which one takes a second and lowers the loss by 0.05."""
     base = make_record("base", [2.0, 2.1, 2.2])
@@ -135,7 +143,7 @@ def make_claim(make_record, tmp_path) -> tuple[Path, Path]:
 
 def test_a_claim_is_the_time_at_equal_loss(make_record, tmp_path):
     """11 of 9 steps lower the loss by 0.1, so 0.1 less is worth ln(11 / 9): 0.8 * 9 / 11."""
-    base, record = map(results.read_record, make_claim(make_record, tmp_path))
+    base, record = map(results.read_record, make_claim(make_record))
     assert results.find_base(record.folder) == base.folder and results.find_base(base.folder) is None
     claim = results.read_claim(record, base)
     assert claim.ratio == pytest.approx(0.8 * 9 / 11) and claim.low == pytest.approx(claim.high) and claim.pairs == 3
@@ -146,14 +154,34 @@ def test_a_claim_is_the_time_at_equal_loss(make_record, tmp_path):
     text = leaderboard.format_chain([base, record])
     assert "| 0.655 (0.655 to 0.655, 3 pairs): " in text and "<br>0.700 (0.600 to 0.800, 5 pairs): mine | 0.655 | 8.0 s" in text
     assert "| 1.000 | 10.0 s" in text and leaderboard.format_chain([base]) == ""
+    newest = results.read_record(make_record("newest", [1.8]))
+    shutil.copytree(repeats, newest.folder / f"against_{record.folder.name}" / "repeats")
+    assert f"mine | {0.8 * 9 / 11 * 0.7:.3f} | " in leaderboard.format_chain([base, record, newest])
+    assert {found.folder for found in results.read_track("laptop", tmp_path)} == {base.folder, record.folder, newest.folder}
+
+
+@pytest.mark.parametrize("milliseconds, status", [(8000, 0), (13_000, 1)])
+def test_a_claim_must_be_faster(make_record, tool, milliseconds, status):
+    """At a lower loss, 13 s are 1.06 of the 10 s of the base."""
+    _, record = make_claim(make_record)
+    for path in record.glob("*.json"):
+        result = json.loads(path.read_text())
+        loss, steps = result["final_val_loss"], result["config"]["num_iterations"]
+        result.update(train_time_ms=milliseconds, val_points=[[steps, loss, milliseconds]])
+        path.write_text(json.dumps(result))
+        facts = json.dumps({name: result[name] for name in ("script_sha256", "argv", "versions", "hardware", "config")})
+        end = f"step:{steps}/{steps} val_loss:{loss:.4f} train_time:{milliseconds}ms step_avg:1ms\n"
+        path.with_suffix(".txt").write_text(f"{facts}{validate.LOG_RULE}{end}")
+    found, out, _ = tool(validate, record, "--target=9")
+    assert found == status and f"needs {milliseconds / 10_000 * 9 / 11:.3f} (" in out
 
 
 @pytest.mark.parametrize("change, words", [
     (lambda result: result["hardware"].update(threads=64), "threads was "),
     (lambda result: result.update(script_sha256="0" * 64), "other script"),
     (lambda result: result["config"].update(seq_len=64), "seq_len was ")])
-def test_pairs_that_do_not_belong_together(make_record, tool, tmp_path, change, words):
-    base, record = make_claim(make_record, tmp_path)
+def test_pairs_that_do_not_belong_together(make_record, change, words):
+    base, record = make_claim(make_record)
     edit_json(record / f"against_{base.name}", change)
     with pytest.raises(results.RecordError, match=words):
         results.read_claim(*map(results.read_record, (record, base)))

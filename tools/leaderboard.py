@@ -157,7 +157,7 @@ CHAIN_HEAD = """
 ### Record against record
 
 A claim is a ratio: the time that a record needs for the loss of the record before it, measured by pairs of
-runs on one machine, with its 95 % interval. The product has the ratio to the first record of the table.
+runs on one machine, with its 95 % interval. The product is the ratio to the first record of the table.
 `./run.sh tools/replay.py FOLDER --against` measures a ratio on your machine.
 
 | record | of the time of the record before | product | training of the record |
