@@ -110,6 +110,7 @@ class Run(NamedTuple):
 
     seconds: float  # of training
     loss: float
+    steps: int
     step_ms: float  # without the first step
     processor: float  # seconds of all threads, with the setup
     switches: int  # voluntary context switches
@@ -119,7 +120,6 @@ class Run(NamedTuple):
     celsius: float  # the most of a GPU, nan without
     throttled: int  # bits of the reasons of GPUs
     choices: dict  # of the run: dtype, fast forms, threads, ...
-    steps: int
     val_points: list  # [step, loss, milliseconds]
     run_id: str
 
@@ -252,7 +252,7 @@ def train(side: Side, seed: int, extra: list[str], folder: Path) -> Run:
         celsius=max((celsius for _, celsius, _ in clocks), default=math.nan),
         throttled=functools.reduce(operator.or_, (reasons for *_, reasons in clocks), 0),
         choices={**result.get("choices", {}), "threads": result["hardware"].get("threads")},
-        steps=result["config"]["num_iterations"], val_points=result["val_points"], run_id=path.stem)
+        val_points=result["val_points"], run_id=path.stem)
 
 
 class Runs:
