@@ -53,7 +53,7 @@ else
   [[ -e $venv ]] || python3 -m venv --system-site-packages "$venv"  # uses the packages that python3 has
   "$python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
 fi
-if [[ ! -e $root/data/torch_source/corpus.json ]]; then  # the text of the small presets, from the installed PyTorch
+if [[ ! -e $root/data/torch_source/corpus.json && " $* " != *" -h "* && " $* " != *" --help "* ]]; then  # the text of the small presets, from the installed PyTorch
   [[ -w $root/data ]] || stop "$root/data cannot be written: copy the project to a folder of your own"
   (cd "$root" && "$python" -c 'import runpy; runpy.run_path("data/text.py")["make_embedded_corpus"]()')
 fi
@@ -73,6 +73,7 @@ if [[ ${1:-} == [^-]*.py ]]; then
     *) new=tools/${1##*/} ;;
   esac
   [[ -e $root/$1 || ! -e $root/$new ]] || stop "$1 is now $new"
+  [[ -e $root/$1 ]] || stop "$1 does not exist"
   exec "$python" "$root/$1" "${@:2}"
 fi
 if [[ -z ${NPROC:-} ]]; then  # the visible CUDA devices, rounded down to a power of two, at most 8. One process without CUDA
@@ -86,13 +87,16 @@ if [[ $NPROC == 1 ]]; then
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # torchrun's default, without its warning
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1  # torchrun hands these on, if it can
-torchrun='import sys
+torchrun='import logging, sys
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException, errors
+logging.disable(logging.ERROR)  # its lines beside the one of the run
 try: run.main()
 except errors.ChildFailedError as error:  # ends with the status of the run, without the traceback of torchrun
-    code = error.get_first_failure()[1].exitcode
-    sys.exit(code if code > 0 else 128 - code)
+    rank, failure = error.get_first_failure()
+    code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    if code != 2: print(f"run.sh: rank {rank} ended first, with status {code}", file=sys.stderr)
+    sys.exit(code)
 except SignalException as error:
     sys.exit(128 + error.sigval)'
 exec "$python" -c "$torchrun" --standalone --local-addr=127.0.0.1 --nproc_per_node="$NPROC" "$root/train_gpt.py" "$@"

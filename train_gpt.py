@@ -59,6 +59,7 @@ if __name__ == "__main__":  # as run.sh, before PyTorch loads OpenMP: its waitin
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if importlib.util.find_spec("torch") is None:
         sys.exit("train_gpt.py: error: PyTorch is not installed: start with ./run.sh, which installs it")
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while PyTorch loads
 
 import numpy as np
 import torch
@@ -81,6 +82,8 @@ try:
     import triton.language as tl
 except ImportError:  # CPU builds of PyTorch
     triton = None
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, interrupt)
 
 # ############################## PART ONE: THE RECIPE #######################################################
 
@@ -4700,8 +4703,9 @@ def load_preset(name: str):
         path = next(filter(Path.is_file, [*places, Path(name)]), None)
         if path is None:
             old_name = f"now named {OLD_PRESETS[name]}" if name in OLD_PRESETS else "not a preset"
-            raise RunError(f"--preset={name} is {old_name}: give {', '.join(PRESETS)}, the name of a file "
-                           "in presets/, or a .json file", 2)
+            files = sorted(path.stem for path in folders[0].glob("presets/*.json"))
+            raise RunError(f"--preset={name} is {old_name}: give {', '.join([*PRESETS, *files])}, or a "
+                           ".json file", 2)
         try:
             content = json.loads(path.read_text())
             if "config" in content or "derived" in content:
@@ -4777,7 +4781,7 @@ def parse_argv(argv: list[str]):
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         names = [*options, *PRESETS]
-        near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), names, n=1)
+        near = difflib.get_close_matches(unknown[0].partition("=")[0].lstrip("-"), names, 1, cutoff=0.8)
         hint = f"did you mean --{'preset=' * (near[0] in PRESETS)}{near[0]}? " if near else ""
         raise RunError(f"{unknown[0][:100]} is not an option: {hint}docs/from_nanogpt.md translates others, "
                        "such as --learning_rate to --matrix_lr", 2)
@@ -5344,8 +5348,9 @@ def find_start(cfg: Config, run: dict, rt: Runtime):
         1. The furthest whole step of all runs with this key: the run goes on. --resume=PATH is in the key,
            so such a run has begun with PATH, too
         2. The step --resume=PATH of another run
-        3. The model.pt --resume=PATH. Its metadata are {}, because its run is over
-        4. None: the run starts anew
+        3. None, if a run with this key has a result. It gives its name to this run
+        4. The model.pt --resume=PATH. Its metadata are {}, because its run is over
+        5. None: the run starts anew
 
     A run that goes on keeps its name: run["run_id"] becomes that of the checkpoint. All ranks must call
     it."""
@@ -5377,6 +5382,11 @@ def find_start(cfg: Config, run: dict, rt: Runtime):
             line += (f". It has read {saved['progress']['tokens']:,} tokens of other data: this run skips "
                      "as many at the start of its own")
         return step, saved, line
+    results = [path.stem for path in find_result_folder(cfg).glob(f"*_seed{cfg.seed}_*.json")
+               if json.loads(path.read_text()).get("key") == run["key"]]
+    if finished := rt.comm.broadcast_object(results):  # without its checkpoints
+        run["run_id"] = finished[0]
+        return None, {}, ""
     if given.is_file():
         return given, {}, f"begins with the weights of {given}"
     if cfg.resume != "auto":
@@ -5601,7 +5611,7 @@ class Checkpoints(AbstractContextManager):
             with file_errors():
                 write_atomic(path, functools.partial(torch.save, dict(metadata=metadata, tensors=tensors)))
             run_sh = os.environ.get("RUN_SH", "./run.sh")  # as the user has typed it
-            print0(f"sample:          {run_sh} tools/sample.py '{path}' --prompt=...", self.rt)
+            print0(f"sample:          {run_sh} tools/sample.py '{path}'", self.rt)
 
 
 def list_tensors(trainer: Trainer, with_tables: bool):

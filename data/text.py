@@ -141,7 +141,8 @@ def report(fate: str, source: Path | str, reason: object) -> None:
 def skip(source: Path | str, reason: object, named: Container[Path]) -> None:
     """Print a skipped file. RecordError if the command line names it."""
     if source in named:
-        raise RecordError(f"{source} is not used ({reason}): use UTF-8 text or JSON lines, or leave it out")
+        remedy = "name another one" if "(--key)" in str(reason) else "use UTF-8 text or JSON lines"
+        raise RecordError(f"{source} is not used ({reason}): {remedy}, or leave it out")
     report("skipped", source, reason)
 
 

@@ -146,6 +146,14 @@ def test_a_resumed_run_is_the_run(shards, here, name, capsys, monkeypatch):
     assert points_of(life("--resume=auto")) == points_of(whole)
 
 
+def test_a_finished_run_without_checkpoints_is_not_repeated(shards, here, capsys):
+    """Of another seed it is."""
+    result = run(shards, "--num_iterations=2", "--resume=auto")
+    assert not list(Path().rglob("step_*")) and run(shards, "--num_iterations=2", "--resume=auto") is None
+    assert f"logs/{result['run_id']}.json is the result of this run: nothing to do" in capsys.readouterr().out
+    assert run(shards, "--num_iterations=2", "--resume=auto", "--seed=1")["run_id"] != result["run_id"]
+
+
 def test_what_a_checkpoint_holds(shards, here):
     args = ["--num_iterations=7", "--checkpoint_every=7", "--val_loss_every=3"]
     result, step = run(shards, *args), find_saved(7)

@@ -173,7 +173,10 @@ def test_parts_of_a_preset():
 
 @pytest.mark.parametrize("words, line", [
     (["smoke"], "give two or more sides"), (["smoke", "smoke"], "give two or more sides"),
-    (["smoke", "smoke --seed=1"], "--seed"), (["smoke", "no_such_thing"], "no_such_thing")])
+    (["smoke", "smoke --seed=1"], "--seed"), (["smoke", "no_such_thing"], "no_such_thing"),
+    (["smoke", "smoke --matrix_lrr=1"], "smoke --matrix_lrr=1: --matrix_lrr=1 is not an option: did you mean --matrix_lr?"),
+    (["smoke", ""], "a side is empty"), (["smoke", "smoke --x='"], "No closing quotation"),
+    (["README.md", "smoke"], "README.md: ")])
 def test_bad_input_is_one_line(shards, monkeypatch, capsys, words, line):
     monkeypatch.setattr(sys, "argv", ["compare.py", *words, "--", *data_args(shards)])
     assert compare.main() == 2

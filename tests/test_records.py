@@ -57,7 +57,7 @@ def make_record(real_record, tmp_path):
         for seed, loss in enumerate(losses):
             made = copy.deepcopy(result) | dict(
                 track="laptop", final_val_loss=loss, seed=seed, run_id=str(seed), **changes)
-            made["config"]["seed"] = seed
+            made["config"].update(seed=seed, val_tokens=131_072)
             old_loss = result["final_val_loss"]
             if "val_points" not in changes:
                 made["val_points"][-1][1] = loss

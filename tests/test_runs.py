@@ -11,12 +11,12 @@ from conftest import AT_THE_END, before_call, gpt, run
 from tools import runs
 
 
-def call(monkeypatch, capsys, *words: str, answer: str = "") -> str:
+def call(monkeypatch, capsys, *words: str, answer: str = "", status: int = 0) -> str:
     monkeypatch.setattr(sys, "argv", ["runs.py", *words])
     monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
     capsys.readouterr()
-    assert runs.main() == 0
-    return capsys.readouterr().out
+    assert runs.main() == status
+    return "".join(capsys.readouterr())
 
 
 @pytest.fixture
@@ -57,3 +57,10 @@ def test_it_lists_runs_and_removes_their_files(names, monkeypatch, capsys):
 def test_an_unknown_run_is_named(here, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["runs.py", "--remove=nothing"])
     assert runs.main() == 2 and "--remove=nothing" in capsys.readouterr().err
+
+
+def test_nobody_answers(names, monkeypatch, capsys):
+    assert names
+    assert "nobody answers: give --yes" in call(monkeypatch, capsys, "--keep=0", answer="", status=2)
+    assert len(list(Path("checkpoints").rglob("model.pt"))) == 1
+    assert "--out=nowhere is no folder" in call(monkeypatch, capsys, "--out=nowhere", status=2)

@@ -44,8 +44,10 @@ def require_packages() -> Iterator[None]:
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of Ctrl-C while PyTorch loads
     try:
         yield
+        signal.signal(signal.SIGINT, handler)
     except ModuleNotFoundError as error:
         name, file = error.name.partition(".")[0], "requirements-tools.txt"
         if name in ("fcntl", "resource"):
@@ -124,6 +126,12 @@ class Progress:
     def show(self, label: str) -> None:
         """Name the work that starts."""
         self.bar.set_description(label)
+
+    def note(self, line: str) -> None:
+        """Print a line above the bar."""
+        from tqdm import tqdm
+
+        tqdm.write(line, file=sys.stderr)
 
     def finish(self, label: str) -> None:
         """Count a finished run. Several threads may call it."""

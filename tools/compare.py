@@ -128,9 +128,14 @@ class Run(NamedTuple):
 
 def read_side(text: str, common: list[str]) -> Side:
     """A side of the command line. RecordError if it is none. common: options of all sides."""
-    words = shlex.split(text)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise RecordError(f"{text}: {error}") from None
+    if not words:
+        raise RecordError("a side is empty: give a script, record, revision, preset or options")
     word, options = "", words
-    if words and not words[0].startswith("-"):
+    if not words[0].startswith("-"):
         word, *options = words
     path = Path(word)
     preset = []
@@ -200,16 +205,33 @@ def read_clocks() -> list[tuple[float, float, int]]:
         return []
 
 
+def check_side(side: Side) -> None:
+    """RecordError if its script refuses its options, before hours of runs."""
+    with tempfile.TemporaryDirectory() as place:
+        script = make_place(side, Path(place))
+        command = [sys.executable, str(script), *side.options, "--print_config"]
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True)
+    if done.returncode or not done.stdout.startswith("{"):
+        *_, line = done.stderr.strip().splitlines() or ["this is no train_gpt.py"]
+        raise RecordError(f"{side.name}: {line.removeprefix('train_gpt.py: error: ')}")
+
+
+def make_place(side: Side, place: Path) -> Path:
+    """A folder with the script and the files of the project. Returns the script."""
+    script = place / "train_gpt.py"
+    script.write_bytes(side.source)
+    (place / "records").mkdir()
+    (place / "records" / "presets").symlink_to(ROOT / "presets")  # where older scripts look
+    for entry in ROOT.iterdir():
+        if entry.name not in UNLINKED:
+            (place / entry.name).symlink_to(entry)
+    return script
+
+
 def train(side: Side, seed: int, extra: list[str], folder: Path) -> Run:
     """One run of a side, as a process of its own. RecordError if it fails. folder gets its json and log."""
     with tempfile.TemporaryDirectory() as place:
-        script = Path(place, "train_gpt.py")
-        script.write_bytes(side.source)
-        Path(place, "records").mkdir()
-        Path(place, "records", "presets").symlink_to(ROOT / "presets")  # where older scripts look
-        for entry in ROOT.iterdir():
-            if entry.name not in UNLINKED:
-                Path(place, entry.name).symlink_to(entry)
+        script = make_place(side, Path(place))
         num_ranks = int(os.environ.get("NPROC") or 1)
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
         command = [sys.executable, *(torchrun if num_ranks > 1 else []), str(script), *side.options, *extra,
@@ -236,7 +258,8 @@ def train(side: Side, seed: int, extra: list[str], folder: Path) -> Run:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         if process.returncode:
             *_, line = errors.strip().splitlines() or [""]
-            raise RecordError(f"{shlex.join(command[1:])} ends with status {process.returncode}: {line}")
+            line = line.removeprefix("train_gpt.py: error: ")
+            raise RecordError(f"{side.name}, seed {seed} ends with status {process.returncode}: {line}")
         (path,) = list_visible(Path(place), "logs/*.json")
         log = path.with_suffix(".txt")
         result, lines = json.loads(path.read_text()), log.read_text()
@@ -268,10 +291,12 @@ class Runs:
         row = self.rows.get(f"{side.name} seed {seed} x{scale:g}")
         return row and Run(**row)
 
-    def add(self, side: Side, seed: int, scale: float = 1.0) -> None:
+    def add(self, side: Side, seed: int, progress: Progress, scale: float = 1.0) -> None:
         """Make this run, unless it is there."""
         if self.get(side, seed, scale):
             return
+        label = f"seed {seed}, {side.name}" + f" with {scale:g} of its steps" * (scale != 1)
+        progress.show(label)
         extra = []
         if scale != 1:
             extra = [f"--num_iterations={round(scale * self.get(side, seed).steps)}"]
@@ -280,6 +305,7 @@ class Runs:
         run = train(side, seed, extra, self.folder)
         self.rows[f"{side.name} seed {seed} x{scale:g}"] = run._asdict()
         gpt.write_atomic(self.path, (json.dumps(self.rows, indent=1) + "\n").encode())
+        progress.finish(f"{label}: loss {run.loss:.4f} after {run.seconds:.1f} s")
 
 
 # ---- statistics -------------------------------------------------------------------------------------------
@@ -314,22 +340,24 @@ class Comparison:
     def run_pairs(self, num_pairs: int, runs_all: bool = False) -> None:
         """Run pairs until all sides are decided, at most num_pairs. runs_all: run all of them."""
         order = random.Random(0)  # equal if the command goes on
-        with Progress(num_pairs, unit="pair") as progress:
+        total = num_pairs * (1 + len(self.others)) + len(SCALES) * min(num_pairs, FIRST_LOOK)
+        print(f"at most {total} runs. {len(self.runs.rows)} of them are kept in {self.runs.folder}",
+              file=sys.stderr, flush=True)
+        with Progress(total, len(self.runs.rows)) as progress:
             for seed in range(self.first_seed, self.first_seed + num_pairs):
                 waiting = [side for side in self.others if runs_all or side not in self.decided]
                 shuffled = [self.base, *waiting]
                 order.shuffle(shuffled)
                 for side in shuffled:
-                    progress.show(f"seed {seed}, {side.name}")
-                    self.runs.add(side, seed)
+                    self.runs.add(side, seed, progress)
                 for scale in SCALES if seed < self.first_seed + FIRST_LOOK else ():
-                    self.runs.add(self.base, seed, scale)
+                    self.runs.add(self.base, seed, progress, scale)
                 for side in waiting:
                     self.seeds[side].append(seed)
                 logs = {side: self.list_ratios(side) for side in waiting}
                 self.decided |= {waiting[index] for index in decide(list(logs.values()))}
-                progress.finish(", ".join(f"{side.name} {estimate(values).format(3)}"
-                                          for side, values in logs.items()))
+                known = [f"{side.name} {estimate(values).format(3)}" for side, values in logs.items()]
+                progress.note(f"after {seed - self.first_seed + 1} pairs: {', '.join(known)}")
                 if len(self.decided) == len(self.others) and not runs_all:
                     break
 
@@ -481,6 +509,8 @@ def main() -> int:
 
     def body() -> int:
         sides = [read_side(text, common) for text in args.sides]
+        for side in sides:
+            check_side(side)
         if args.parts:
             sides += list_parts(sides[0])
         names = [side.name for side in sides]

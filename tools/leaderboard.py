@@ -238,7 +238,9 @@ def format_chain(records: list[results.Record]) -> str:
         if folder in bases:
             links = results.read_links(record, by_folder[bases[folder]])
             product *= links[0].ratio
-        measured = "<br>".join(f"{link.format()}: {link.machine}" for link in links)
+        measured = "<br>".join(
+            f"{link.format()}{', not shown to be faster' * (link.high >= 1)}: {link.machine}"
+            for link in links)
         seconds = f"{time_runs(record):.1f} s: {results.format_machine(record.results[0])}"
         text += f"| [{folder.name}]({record.name}) | {measured} | {product:.3f} | {seconds} |\n"
     return text + "\n"

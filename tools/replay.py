@@ -14,8 +14,8 @@ Bits may differ on another machine or with another PyTorch. A line names these r
 them. A run on other data is always passed over. The exit status is 1 if a loss differs, and if nothing was
 replayed.
 
---against repeats a claim on this machine: pairs of the record and of the record before it. It says whether
-the intervals of the two machines overlap. With --json the leaderboard lists this machine, too.
+--against repeats a claim on this machine: at most as many pairs of the record and of the record before it.
+It says whether the intervals of the two machines overlap. With --json the leaderboard lists this machine.
 """
 
 import functools
@@ -35,7 +35,6 @@ from tools.common import (
     RecordError,
     at_least,
     list_visible,
-    output_file,
     require_packages,
     run_guarded,
     warn,
@@ -52,7 +51,7 @@ def make_parser() -> Parser:
     parser.add_argument("--all", action="store_true", help="every run of records/")
     parser.add_argument("--force", action="store_true", help="also run records of other machines")
     parser.add_argument("--against", action="store_true", help="repeat the pairs with the record before it")
-    parser.add_argument("--json", type=output_file, help="file for the figures of --against")
+    parser.add_argument("--json", type=Path, help="file for the figures of --against")
     parser.add_argument("--records_dir", type=Path, default=ROOT / "records", help="instead of records/")
     return parser
 
@@ -133,14 +132,19 @@ def repeat_claim(folder: Path, path: Path | None) -> int:
         raise RecordError(f"{folder} has no pairs with another record: run tools/compare.py BASE {folder}")
     links = results.read_links(results.read_record(folder), results.read_record(base))
     sides = [compare.read_side(str(side), []) for side in (base, folder)]
-    report = compare.compare_sides(sides, compare.MOST_PAIRS).report()
+    num_pairs = links[0].pairs if links else compare.MOST_PAIRS
+    report = compare.compare_sides(sides, num_pairs).report()
     (here,) = report["sides"]
+    measured = links[0] if links else None
     links.append(results.Link(*(here[name] for name in results.Link._fields[:4]), "this machine"))
     for link in links:
         print(f"{link.machine}: {link.format()}")
     if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
         gpt.write_atomic(path, f"{json.dumps(report, indent=1)}\n".encode())
-    overlaps = here["low"] <= links[0].high and links[0].low <= here["high"]
+    if measured is None:
+        return 0
+    overlaps = here["low"] <= measured.high and measured.low <= here["high"]
     print(f"The intervals of the claim and of this machine {'overlap' if overlaps else 'do not overlap'}")
     return int(not overlaps)
 
@@ -191,4 +195,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_guarded(main))
+    sys.exit(run_guarded(main, "interrupted. With --against the same command goes on"))

@@ -26,7 +26,8 @@ from tools.common import ROOT, Progress, RecordError, list_visible, warn
 RECORDS = ROOT / "records"
 PUBLISHED_TARGETS = {"track_1": 3.28, "one_gpu": 3.28, "track_2": 2.92, "shakespeare": 1.4697}
 # Options of the validation that a track fixes. nanoGPT reads Shakespeare in blocks of 256
-TRACK_VALIDATION = {"shakespeare": dict(val_tokens=111_360, val_seq_len=256)}
+TRACK_VALIDATION = {"laptop": dict(val_tokens=131_072),
+                    "shakespeare": dict(val_tokens=111_360, val_seq_len=256)}
 DROPPED = {"resume", "time_limit", "checkpoint_every", "tracker"}  # options that no tool repeats
 FACTS = ("seed", "track", "config", "hardware", "versions", "train_time_ms")  # that each result has
 MACHINE_FIELDS = ("device", "ranks", "cpu", "threads", "gpu", "simd")
@@ -186,7 +187,7 @@ def read_record(folder: Path, refuse: Callable[[str], None] = fail) -> Record:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             misfit = f"holds a file that is no result ({type(error).__name__}: {error})"
         if misfit:
-            refuse(f"{folder} {misfit}: {path.name} needs another folder, move its files")
+            refuse(f"{folder} {misfit}: {path.name} does not belong to the other files of the folder")
         else:
             kept[path.name] = result
     if not kept:

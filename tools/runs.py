@@ -94,6 +94,8 @@ def main() -> int:
     args = parser.parse_args()
 
     def body() -> int:
+        if not args.out.is_dir():
+            raise RecordError(f"--out={args.out} is no folder")
         runs = list_runs(args.out)
         print("| run | preset | steps | loss | MB | resume |\n|---|---|---|---|---|---|")
         for run in runs:
@@ -108,7 +110,11 @@ def main() -> int:
             return 0
         size = sum(run.count_bytes() for run in chosen) / 1e6
         question = f"remove checkpoints and models of {len(chosen)} runs, {size:,.0f} MB? (y/n) "
-        if not args.yes and input(question).strip().lower() not in ("y", "yes"):
+        try:
+            answer = "y" if args.yes else input(question)
+        except EOFError:
+            raise RecordError("nobody answers: give --yes") from None
+        if answer.strip().lower() not in ("y", "yes"):
             print("nothing was removed")
             return 0
         for run in chosen:

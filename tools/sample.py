@@ -2,7 +2,7 @@
 """Write text with a trained model.
 
     ./run.sh tools/sample.py checkpoints --prompt='def '        # the newest model or checkpoint of a folder
-    ./run.sh tools/sample.py checkpoints/<key>/<run_id>/model.pt --num_samples=3
+    ./run.sh tools/sample.py checkpoints/*/<run_id>/model.pt --num_samples=3
     ./run.sh tools/sample.py checkpoints --prompt=- < story.txt # the prompt from standard input
 
 The tokenizer follows from the vocabulary size: bytes, or GPT-2's if tiktoken is installed. Without one the

@@ -1,7 +1,7 @@
 """Check the folders of records: what they claim, and that their files belong together.
 
     ./run.sh tools/validate.py records/laptop/2026-11-28_six_grams
-    ./run.sh tools/validate.py records/laptop/*/
+    ./run.sh tools/validate.py records/laptop/2026-11-21_ladder/*/
 
 Prints for each folder the number of runs, mean, standard deviation and minimum of the final validation loss,
 the one-sided t-test of the mean against the track's target, and the training time. Resumed runs and runs in
@@ -96,14 +96,19 @@ def main() -> int:
         line, is_below = format_record(record, *target)
         verdicts.append(is_below)
         print(line, flush=True)
+        if args.target is None:
+            results.check_track(record)
         check_files(record)
         base = results.find_base(folder)
-        claim = base and results.read_claim(record, results.read_record(base))
-        if claim:
-            print(f"    needs {claim.format()} of the time of {base.name} at equal loss")
-            num_slower += not claim.high < 1
+        links = results.read_links(record, results.read_record(base)) if base else []
+        if links:
+            is_faster = links[0].high < 1
+            print(f"    needs {links[0].format()} of the time of {base.name} at equal loss "
+                  f"({links[0].machine}): {'faster' if is_faster else 'not shown to be faster'}")
+            num_slower += not is_faster
     below, above, untested = map(verdicts.count, (True, False, None))
-    print(f"{below} below the target at p < 0.01, {above} not shown to be, {untested} not tested")
+    print(f"{below} below the target at p < 0.01, {above} not shown to be, {untested} not tested"
+          + f". {num_slower} not shown to be faster" * (num_slower > 0))
     return int(above + num_slower > 0)
 
 
