@@ -111,7 +111,7 @@ def test_an_interruption_ends_it(tmp_path):
     python, notes, begun = tmp_path / ".venv/bin/python", tmp_path / "calls", tmp_path / "begun"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/bash\ntrap "" INT\n[[ $2 == *find_spec* ]] || echo "$*" >> "{notes}"\n'
-                      f'touch "{begun}"\nsleep 1\n')
+                      f'touch "{begun}"\nuntil [[ -e "{tmp_path}/sent" ]]; do sleep 0.1; done\n')
     python.chmod(0o755)
     (tmp_path / "run.sh").symlink_to(ROOT / "run.sh")
     running = subprocess.Popen(["/bin/bash", str(tmp_path / "run.sh")], cwd=tmp_path, start_new_session=True,
@@ -119,6 +119,7 @@ def test_an_interruption_ends_it(tmp_path):
     while not begun.exists():
         assert running.poll() is None
     os.killpg(running.pid, signal.SIGINT)
+    (tmp_path / "sent").touch()
     assert running.wait(60) == 130 and not notes.exists()
 
 
