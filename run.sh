@@ -68,7 +68,7 @@ if [[ $RUN_SH != */* ]]; then RUN_SH=./$RUN_SH; fi
 if [[ ${1:-} == [^-]*.py ]]; then
   case ${1##*/} in  # names until 2026-11-29
     ablate.py | compare_scripts.py | cpu_ablation.py | rules.py) new=tools/compare.py ;;
-    common.py | results.py) stop "$1 has functions for the tools and runs nothing" ;;
+    common.py | results.py) [[ ! -e $root/$1 ]] || stop "$1 has functions for the tools and runs nothing" ;;
     make_leaderboard.py | run_ladder.py) new=tools/${1##*_} ;;
     *) new=tools/${1##*/} ;;
   esac

@@ -5345,16 +5345,25 @@ def find_key_folder(cfg: Config, run: dict):
 def find_start(cfg: Config, run: dict, rt: Runtime):
     """Returns (checkpoint to continue from, its metadata, log line). The first of these that exists:
 
-        1. The furthest whole step of all runs with this key: the run goes on. --resume=PATH is in the key,
-           so such a run has begun with PATH, too
-        2. The step --resume=PATH of another run
-        3. None, if a run with this key has a result. It gives its name to this run
+        1. None, if a run with this key has a result. It gives its name to this run. --resume=PATH is in the
+           key, so such a run has begun with PATH, too
+        2. The furthest whole step of all runs with this key: the run goes on
+        3. The step --resume=PATH of another run
         4. The model.pt --resume=PATH. Its metadata are {}, because its run is over
         5. None: the run starts anew
 
     A run that goes on keeps its name: run["run_id"] becomes that of the checkpoint. All ranks must call
     it."""
     if not cfg.resume:
+        return None, {}, ""
+    finished = []
+    for path in sorted(find_result_folder(cfg).glob(f"*_seed{cfg.seed}_*.json")) if rt.is_main else ():
+        with suppress(OSError, ValueError, AttributeError):  # it may be of another program
+            if json.loads(path.read_text()).get("key") == run["key"]:
+                finished.append(path.stem)
+    finished = rt.comm.broadcast_object(finished)
+    if finished:
+        run["run_id"] = finished[0]
         return None, {}, ""
     folder = find_key_folder(cfg, run)
     steps = []
@@ -5382,11 +5391,6 @@ def find_start(cfg: Config, run: dict, rt: Runtime):
             line += (f". It has read {saved['progress']['tokens']:,} tokens of other data: this run skips "
                      "as many at the start of its own")
         return step, saved, line
-    results = [path.stem for path in find_result_folder(cfg).glob(f"*_seed{cfg.seed}_*.json")
-               if json.loads(path.read_text()).get("key") == run["key"]]
-    if finished := rt.comm.broadcast_object(results):  # without its checkpoints
-        run["run_id"] = finished[0]
-        return None, {}, ""
     if given.is_file():
         return given, {}, f"begins with the weights of {given}"
     if cfg.resume != "auto":

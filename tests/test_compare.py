@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 
@@ -37,8 +38,8 @@ def make_script(tmp_path):
     return make
 
 
-def run_compare(monkeypatch, capsys, shards, *words: str, status: int = 0) -> str:
-    monkeypatch.setattr(sys, "argv", ["compare.py", *words, "--", *TINY, *SHORT, *data_args(shards)])
+def run_compare(monkeypatch, capsys, *words: str, status: int = 0) -> str:
+    monkeypatch.setattr(sys, "argv", ["compare.py", *words])
     assert compare.main() == status
     return capsys.readouterr().out
 
@@ -108,9 +109,9 @@ def test_a_record_is_measured_in_pairs(shards, make_script, monkeypatch, capsys,
     done = launch([str(make_script("base", 0.5)), *options, "--record=base", f"--out={tmp_path}"], tmp_path)
     assert done.returncode == 0, done.stderr
     (base,) = (tmp_path / "records/try").iterdir()
-    new = f"{make_script('new', 0.515)} --num_iterations=9"
+    new = f"{make_script('new', 0.515)} {shlex.join(options)} --num_iterations=9"
     words = [str(base), new, "--record=shorter", "--pairs=3", f"--json={tmp_path / 'figures.json'}"]
-    out = run_compare(monkeypatch, capsys, shards, *words, f"--plot={tmp_path / 'curves.svg'}")
+    out = run_compare(monkeypatch, capsys, *words, f"--plot={tmp_path / 'curves.svg'}")
     (figures,) = json.loads((tmp_path / "figures.json").read_text())["sides"]
     (folder,) = (tmp_path / "logs" / "compare").iterdir()
     rows = json.loads((folder / "runs.json").read_text())
@@ -139,13 +140,13 @@ def test_a_record_is_measured_in_pairs(shards, make_script, monkeypatch, capsys,
     monkeypatch.setattr(sys, "argv", ["replay.py", str(record.folder), "--against", f"--json={tmp_path / 'here.json'}"])
     assert replay.main() == 0
     out = capsys.readouterr().out
-    assert out.count(claim.format()) == 1 and "this machine" in out and out.endswith("of this machine overlap\n")
+    assert out.count(claim.format()) == 2 and "this machine" in out and out.endswith("of this machine overlap\n")
     (here,) = json.loads((tmp_path / "here.json").read_text())["sides"]
-    assert here["ratio"] == pytest.approx(claim.ratio) or here["pairs"] > 3
+    assert here["ratio"] == pytest.approx(claim.ratio) and here["pairs"] == 3
     monkeypatch.setattr(compare, "train", lambda *_: pytest.fail("a finished run is repeated"))
-    run_compare(monkeypatch, capsys, shards, *words, status=2)  # the record exists
+    run_compare(monkeypatch, capsys, *words, status=2)  # the record exists
     words.remove("--record=shorter")
-    run_compare(monkeypatch, capsys, shards, *words)
+    run_compare(monkeypatch, capsys, *words)
 
 
 def test_sides_of_the_command_line(tmp_path):
@@ -164,6 +165,17 @@ def test_sides_of_the_command_line(tmp_path):
             compare.read_side(text, [])
 
 
+def test_a_record_is_of_the_track_of_its_base():
+    base = ROOT / "records/laptop/2026-11-28_six_grams"
+    folder = compare.find_record_folder("mine", base, compare.read_side("laptop", []))
+    assert folder.parent == base.parent and folder.name.endswith("_mine")
+    for name, place, side, words in (
+            ("six_grams", base, "laptop", "exists"), ("mine", base, "smoke", "smoke has track try"),
+            ("mine", ROOT / "records/laptop/2026-11-21_ladder/muon", "laptop", "is not records/laptop/RECORD")):
+        with pytest.raises(compare.RecordError, match=words):
+            compare.find_record_folder(name, place, compare.read_side(side, []))
+
+
 def test_parts_of_a_preset():
     sides = compare.list_parts(compare.read_side("smoke", []))
     assert "--without=softcap" in [side.name for side in sides] and all("--preset=smoke" in side.options for side in sides)
@@ -176,7 +188,8 @@ def test_parts_of_a_preset():
     (["smoke", "smoke --seed=1"], "--seed"), (["smoke", "no_such_thing"], "no_such_thing"),
     (["smoke", "smoke --matrix_lrr=1"], "smoke --matrix_lrr=1: --matrix_lrr=1 is not an option: did you mean --matrix_lr?"),
     (["smoke", ""], "a side is empty"), (["smoke", "smoke --x='"], "No closing quotation"),
-    (["README.md", "smoke"], "README.md: ")])
+    (["README.md", "smoke"], "README.md: "),
+    (["records/laptop/2026-11-28_six_grams", "laptop", "--record=mine"], "give none after --")])
 def test_bad_input_is_one_line(shards, monkeypatch, capsys, words, line):
     monkeypatch.setattr(sys, "argv", ["compare.py", *words, "--", *data_args(shards)])
     assert compare.main() == 2

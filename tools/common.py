@@ -44,10 +44,13 @@ def require_packages() -> Iterator[None]:
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of Ctrl-C while PyTorch loads
+    handler = signal.getsignal(signal.SIGINT)
+    is_default = (handler is signal.default_int_handler
+                  and threading.current_thread() is threading.main_thread())
+    if is_default:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of Ctrl-C while PyTorch loads
     try:
         yield
-        signal.signal(signal.SIGINT, handler)
     except ModuleNotFoundError as error:
         name, file = error.name.partition(".")[0], "requirements-tools.txt"
         if name in ("fcntl", "resource"):
@@ -59,6 +62,9 @@ def require_packages() -> Iterator[None]:
         warn(f"error: {name} is not installed: start with ./run.sh {tool}, or first run pip install "
              f"-r {file}")
         sys.exit(2)
+    finally:
+        if is_default:
+            signal.signal(signal.SIGINT, handler)
 
 
 class Parser(argparse.ArgumentParser):
@@ -164,7 +170,7 @@ def run_guarded(body: Callable[[], int | None], interrupted: str = "interrupted"
         warn(interrupted)
         return 128 + (stop.args[0] if stop.args else signal.SIGINT)
     except OSError as error:
-        if not error.filename:
+        if not error.filename or not error.strerror:
             raise
         line, status = f"error: {error.filename}: {error.strerror}", 1
     except Exception as error:

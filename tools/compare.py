@@ -205,8 +205,8 @@ def read_clocks() -> list[tuple[float, float, int]]:
         return []
 
 
-def check_side(side: Side) -> None:
-    """RecordError if its script refuses its options, before hours of runs."""
+def read_config(side: Side) -> str:
+    """The config of a side as JSON. RecordError if its script refuses its options, before hours of runs."""
     with tempfile.TemporaryDirectory() as place:
         script = make_place(side, Path(place))
         command = [sys.executable, str(script), *side.options, "--print_config"]
@@ -214,6 +214,14 @@ def check_side(side: Side) -> None:
     if done.returncode or not done.stdout.startswith("{"):
         *_, line = done.stderr.strip().splitlines() or ["this is no train_gpt.py"]
         raise RecordError(f"{side.name}: {line.removeprefix('train_gpt.py: error: ')}")
+    return done.stdout
+
+
+def read_num_ranks() -> int:
+    text = os.environ.get("NPROC") or "1"
+    if not re.fullmatch("[1-9][0-9]*", text):
+        raise RecordError(f"NPROC={text}: give the number of processes, 1 or more")
+    return int(text)
 
 
 def make_place(side: Side, place: Path) -> Path:
@@ -232,7 +240,7 @@ def train(side: Side, seed: int, extra: list[str], folder: Path) -> Run:
     """One run of a side, as a process of its own. RecordError if it fails. folder gets its json and log."""
     with tempfile.TemporaryDirectory() as place:
         script = make_place(side, Path(place))
-        num_ranks = int(os.environ.get("NPROC") or 1)
+        num_ranks = read_num_ranks()
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
         command = [sys.executable, *(torchrun if num_ranks > 1 else []), str(script), *side.options, *extra,
                    f"--seed={seed}"]
@@ -251,14 +259,15 @@ def train(side: Side, seed: int, extra: list[str], folder: Path) -> Run:
                 except subprocess.TimeoutExpired:
                     clocks += read_clocks()
         finally:
-            process.kill()
+            process.terminate()  # torchrun ends its ranks
             process.wait()
         wall = time.perf_counter() - started
         busy = read_busy_seconds() - busy
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         if process.returncode:
-            *_, line = errors.strip().splitlines() or [""]
-            line = line.removeprefix("train_gpt.py: error: ")
+            lines = errors.strip().splitlines() or [""]
+            own = [line for line in lines if line.startswith("train_gpt.py: ")] or lines
+            line = own[-1].removeprefix("train_gpt.py: error: ")
             raise RecordError(f"{side.name}, seed {seed} ends with status {process.returncode}: {line}")
         (path,) = list_visible(Path(place), "logs/*.json")
         log = path.with_suffix(".txt")
@@ -340,11 +349,14 @@ class Comparison:
     def run_pairs(self, num_pairs: int, runs_all: bool = False) -> None:
         """Run pairs until all sides are decided, at most num_pairs. runs_all: run all of them."""
         order = random.Random(0)  # equal if the command goes on
-        total = num_pairs * (1 + len(self.others)) + len(SCALES) * min(num_pairs, FIRST_LOOK)
-        print(f"at most {total} runs. {len(self.runs.rows)} of them are kept in {self.runs.folder}",
+        seeds = range(self.first_seed, self.first_seed + num_pairs)
+        wanted = [(side, seed, 1.0) for side in (self.base, *self.others) for seed in seeds]
+        wanted += [(self.base, seed, scale) for scale in SCALES for seed in seeds[:FIRST_LOOK]]
+        num_kept = sum(self.runs.get(*run) is not None for run in wanted)
+        print(f"at most {len(wanted)} runs. {num_kept} of them are kept in {self.runs.folder}",
               file=sys.stderr, flush=True)
-        with Progress(total, len(self.runs.rows)) as progress:
-            for seed in range(self.first_seed, self.first_seed + num_pairs):
+        with Progress(len(wanted), num_kept) as progress:
+            for seed in seeds:
                 waiting = [side for side in self.others if runs_all or side not in self.decided]
                 shuffled = [self.base, *waiting]
                 order.shuffle(shuffled)
@@ -470,7 +482,7 @@ class Comparison:
             while (preset := ROOT / "presets" / f"{name}.json").exists():  # the script looks beside itself
                 (made / "presets").mkdir(exist_ok=True)
                 shutil.copy(preset, made / "presets")
-                name = json.loads(preset.read_text())["parent"]
+                name = json.loads(preset.read_text()).get("parent")
             for target, runs in ((made, [run for _, run in pairs]),
                                  (against, [run for row in self.list_base_runs() for run in row]
                                   + [run for run, _ in pairs[FIRST_LOOK:]])):
@@ -484,7 +496,8 @@ def compare_sides(sides: list[Side], num_pairs: int, first_seed: int = 0, runs_a
                   ) -> Comparison:
     """Run the pairs of sides."""
     machine = json.dumps(gpt.describe_machine(gpt.Runtime()), sort_keys=True)
-    digest = hashlib.sha256(repr((sides, machine, os.environ.get("NPROC"))).encode()).hexdigest()[:12]
+    configs = [read_config(side) for side in sides]
+    digest = hashlib.sha256(repr((sides, configs, machine, read_num_ranks())).encode()).hexdigest()[:12]
     folder = ROOT / "logs" / "compare" / digest
     (folder / "cache").mkdir(parents=True, exist_ok=True)
     comparison = Comparison(sides, folder, first_seed)
@@ -492,9 +505,15 @@ def compare_sides(sides: list[Side], num_pairs: int, first_seed: int = 0, runs_a
     return comparison
 
 
-def find_record_folder(name: str, base: Path) -> Path:
-    """The folder of a new record against a base. RecordError if it exists, or if the base is no record."""
+def find_record_folder(name: str, base: Path, side: Side) -> Path:
+    """The folder of a new record of a side against a base. RecordError if it exists, if the base is no
+    record, or if their tracks differ."""
     track = results.read_record(base).results[0]["track"]
+    if base.resolve().parents[1].name != "records" or base.resolve().parent.name != track:
+        raise RecordError(f"--record={name}: {base} is not records/{track}/RECORD")
+    own_track = json.loads(read_config(side))["track"]
+    if own_track != track:
+        raise RecordError(f"--record={name}: {side.name} has track {own_track}, and {base} has {track}")
     cfg = gpt.make_config(dict(preset="smoke", record=name, track=track, out=str(base.resolve().parents[2])))
     folder = base.resolve().parent / gpt.find_result_folder(cfg).name
     if folder.exists():
@@ -509,8 +528,6 @@ def main() -> int:
 
     def body() -> int:
         sides = [read_side(text, common) for text in args.sides]
-        for side in sides:
-            check_side(side)
         if args.parts:
             sides += list_parts(sides[0])
         names = [side.name for side in sides]
@@ -520,7 +537,10 @@ def main() -> int:
         if args.record:
             if len(sides) != 2:
                 raise RecordError(f"--record={args.record}: give two sides, the old record and the new one")
-            folder = find_record_folder(args.record, Path(args.sides[0]))
+            if common:
+                raise RecordError(f"--record={args.record}: the old record has its own options: give none "
+                                  "after --")
+            folder = find_record_folder(args.record, Path(args.sides[0]), sides[1])
         comparison = compare_sides(sides, args.pairs, args.first_seed, bool(folder))
         header = ["side", "seconds at equal loss", "seconds", "a step", "processor", "context switches",
                   "loss", *(["seconds to target"] if args.target is not None else [])]

@@ -226,23 +226,37 @@ def keep_comparable(records: list[results.Record], kind: str, refuse: Callable[[
     return kept
 
 
-def format_chain(records: list[results.Record]) -> str:
-    """The table of the records that were measured against the one before."""
+def format_chain(records: list[results.Record], refuse: Callable[[str], None] = results.fail) -> str:
+    """The table of the records that were measured against the one before. refuse() gets a line for each
+    record whose pairs cannot be read."""
     by_folder = {record.folder: record for record in records}
-    bases = {record.folder: base for record in records if (base := results.find_base(record.folder))}
+    links_of: dict[Path, list[results.Link]] = {}
+    bases = {}
+    for record in records:
+        base = results.find_base(record.folder)
+        if base is None:
+            continue
+        try:
+            links_of[record.folder] = results.read_links(record, results.read_record(base))
+        except RecordError as error:
+            refuse(str(error))
+        if links_of.get(record.folder) and base in by_folder:
+            bases[record.folder] = base
     if not bases:
         return ""
-    text, product = CHAIN_HEAD, 1.0
+
+    def find_product(folder: Path) -> float:
+        """Of the ratios from the first record of its chain on."""
+        return links_of[folder][0].ratio * find_product(bases[folder]) if folder in bases else 1.0
+
+    text = CHAIN_HEAD
     for folder in sorted({*bases, *bases.values()}):
-        record, links = by_folder[folder], []
-        if folder in bases:
-            links = results.read_links(record, by_folder[bases[folder]])
-            product *= links[0].ratio
+        record, links = by_folder[folder], links_of.get(folder, [])
         measured = "<br>".join(
             f"{link.format()}{', not shown to be faster' * (link.high >= 1)}: {link.machine}"
             for link in links)
         seconds = f"{time_runs(record):.1f} s: {results.format_machine(record.results[0])}"
-        text += f"| [{folder.name}]({record.name}) | {measured} | {product:.3f} | {seconds} |\n"
+        text += f"| [{folder.name}]({record.name}) | {measured} | {find_product(folder):.3f} | {seconds} |\n"
     return text + "\n"
 
 
@@ -329,7 +343,7 @@ def make_readme(records_dir: Path, refuse: Callable[[str], None] = results.fail
         elif track in PUBLISHED_NOTES:
             text += PUBLISHED_NOTES[track].format(target=target, claims=format_claims(records, target),
                                                   **results.TRACK_VALIDATION[track])
-        text += format_chain(records)
+        text += format_chain(records, refuse)
         if found:
             picture = choose_curves(records), target
             text += format_ladder(found, ladder_setting, ladder_target, picture[0])

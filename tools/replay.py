@@ -15,13 +15,15 @@ them. A run on other data is always passed over. The exit status is 1 if a loss 
 replayed.
 
 --against repeats a claim on this machine: at most as many pairs of the record and of the record before it.
-It says whether the intervals of the two machines overlap. With --json the leaderboard lists this machine.
+If the intervals of the two machines do not overlap, the exit status is 1. With --json the leaderboard lists
+this machine.
 """
 
 import functools
 import json
 import math
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -131,7 +133,7 @@ def repeat_claim(folder: Path, path: Path | None) -> int:
     if base is None:
         raise RecordError(f"{folder} has no pairs with another record: run tools/compare.py BASE {folder}")
     links = results.read_links(results.read_record(folder), results.read_record(base))
-    sides = [compare.read_side(str(side), []) for side in (base, folder)]
+    sides = [compare.read_side(shlex.quote(str(side)), []) for side in (base, folder)]
     num_pairs = links[0].pairs if links else compare.MOST_PAIRS
     report = compare.compare_sides(sides, num_pairs).report()
     (here,) = report["sides"]

@@ -470,8 +470,12 @@ def read_claim(record: Record, base: Record) -> Link | None:
     runs = {seed: [Finish.read(found[steps]) for steps in sorted(found)] for seed, found in by_seed.items()}
     rate = find_nat_rate([(found[0], found[-1]) for found in runs.values() if len(found) == 3])
     ours = {result["seed"]: Finish.read(result) for result in record.results}
-    whole = {seed: found[len(found) // 2] for seed, found in runs.items()}  # of 0.9, 1, 1.1 of the steps
-    found = estimate(list_ratios([(whole[seed], ours[seed]) for seed in sorted(whole.keys() & ours)], rate))
+    steps = base.results[0]["config"]["num_iterations"]
+    whole = {seed: Finish.read(found[steps]) for seed, found in by_seed.items() if steps in found}
+    seeds = sorted(whole.keys() & ours)
+    if not seeds:
+        raise RecordError(f"{record.folder} and the runs of {base.folder} in it share no seed")
+    found = estimate(list_ratios([(whole[seed], ours[seed]) for seed in seeds], rate))
     return Link(*map(math.exp, found[1:4]), found.n, format_machine(record.results[0]))
 
 
