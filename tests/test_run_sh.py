@@ -115,7 +115,8 @@ def test_an_interruption_ends_it(tmp_path):
     python.chmod(0o755)
     (tmp_path / "run.sh").symlink_to(ROOT / "run.sh")
     running = subprocess.Popen(["/bin/bash", str(tmp_path / "run.sh")], cwd=tmp_path, start_new_session=True,
-                               env=os.environ | {"NPROC": "1"})
+                               env=os.environ | {"NPROC": "1"},  # a job in the background inherits an ignored signal
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while not begun.exists():
         assert running.poll() is None
     os.killpg(running.pid, signal.SIGINT)
