@@ -6,7 +6,8 @@
 Prints for each folder the number of runs, mean, standard deviation and minimum of the final validation loss,
 the one-sided t-test of the mean against the track's target, and the training time. Resumed runs and runs in
 which the guard acted are named. A record with pairs has a second line, what it needs of the time of the
-record before it. Script, config, data, log and curve of each run must belong together.
+record before it. Script, config, data, log and curve of each of its runs must belong together. Of the runs
+of the record before it the script, config, data and machine are compared, and not the logs.
 
 The exit status is 1 if the mean of a folder is not below the target at p < 0.01, or if the pairs do not show
 that a record is faster. It is 0 if a folder cannot be tested: one seed, no target, no pairs, or the record
