@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import Parser, RecordError, at_least, output_file, require_packages, run_guarded
+from tools.common import Parser, RecordError, at_least, output_file, require_packages, run_guarded, warn
 
 with require_packages():
     import numpy as np
@@ -457,6 +457,8 @@ def measure(args: Namespace, argv: list[str]) -> None:
     flags = [argv] + ([[*argv, *args.compare]] if args.compare else [])
     with tempfile.TemporaryDirectory() as folder:
         cfg, rt, data = prepare(flags[0], args.num_steps, folder, None)
+        if rt.is_main:
+            warn("warming up")
         subjects = [Subject(cfg, rt)]
         subjects += [Subject(*prepare(other, args.num_steps, folder, rt)[:2]) for other in flags[1:]]
         before = count_graphs()

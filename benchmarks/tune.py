@@ -34,7 +34,7 @@ from pathlib import Path
 from time import monotonic
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import Parser, Progress, at_least, output_file, require_packages, run_guarded
+from tools.common import Parser, Progress, at_least, output_file, require_packages, run_guarded, warn
 
 with require_packages():
     import torch
@@ -227,6 +227,7 @@ class Tuner:
         if not re.fullmatch("[1-9][0-9]{0,4}", self.env["NPROC"]) or "RANK" in os.environ:
             raise gpt.RunError(f"NPROC={self.env['NPROC']}: give a whole number of processes, or none, and "
                                "start without torchrun", 2)
+        warn(f"training {NUM_STEPS} steps with the options as given")
         try:
             self.plain = self.launch(())
             self.facts = self.plain.read(self.left())

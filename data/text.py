@@ -694,9 +694,9 @@ def print_commands(out: Path, vocab_size: int, tokens: dict[str, int]) -> None:
     num_steps = max(1, epochs * pass_tokens // cfg.tokens_per_step)
     if tokens["train"] > 2_000_000:
         show("on a GPU (never timed, reads all)", **GPU_SIZE)
-    print("timing ten steps of each size ...", flush=True)
     step_seconds = []
-    for size in SIZES:
+    for number, size in enumerate(SIZES, 1):
+        print(f"timing ten steps of size {number} of {len(SIZES)} ...", flush=True)
         step_seconds.append(time_step({**options, **size, **files}))
         if step_seconds[-1] * num_steps > 600:
             break

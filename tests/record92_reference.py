@@ -12,7 +12,6 @@ no function changes its arguments, all return new values.
 """
 import json
 import math
-import unicodedata
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
@@ -689,78 +688,6 @@ def write_vocabulary(path, tokens):
     characters |= {byte: chr(256 + i) for i, byte in enumerate(others)}
     names = ["".join(characters[byte] for byte in token) for token in tokens]
     path.write_text(json.dumps({name: i for i, name in enumerate([*names, "<|endoftext|>"])}))
-
-
-# ---------------------------------------------------------------- record 91, mask of impossible tokens
-
-def merges_of(token, number):
-    """Merges of a token's own bytes in order: (left, right, rank, is left the first, right the last piece).
-
-    The lowest rank first, the leftmost of equal ones. The rank of a pair is the id of the merged token.
-    """
-    pieces, merges = [token[i:i + 1] for i in range(len(token))], []
-    while True:
-        ranks = [number.get(a + b, math.inf) for a, b in zip(pieces, pieces[1:])]
-        if not ranks or min(ranks) == math.inf:
-            return merges
-        i = ranks.index(min(ranks))
-        merges.append((pieces[i], pieces[i + 1], ranks[i], i == 0, i + 2 == len(pieces)))
-        pieces[i:i + 2] = [pieces[i] + pieces[i + 1]]
-
-
-def history(piece, changes):
-    """(piece, start, end) for the changes (new piece, start); empty intervals are dropped."""
-    entries = [(piece, 0)] + changes
-    ends = [start for _, start in entries[1:]] + [math.inf]
-    return [(piece, start, end) for (piece, start), end in zip(entries, ends) if start < end]
-
-
-def character_class(token, last):
-    """Class of a token's last or first character."""
-    for n in range(1, min(4, len(token)) + 1):
-        try:
-            character = (token[-n:] if last else token[:n]).decode("utf-8")[-1 if last else 0]
-        except UnicodeDecodeError:
-            continue
-        if character.isspace() and not "\x1c" <= character <= "\x1f":
-            return "whitespace"
-        return {"N": "number", "L": "letter"}.get(unicodedata.category(character)[0], "other")
-    return "inside"
-
-
-def ends_in_contraction(token):
-    """A contraction that starts the token or follows a letter or a digit: what follows it is free."""
-    for suffix in (b"'s", b"'t", b"'re", b"'ve", b"'m", b"'ll", b"'d"):
-        before = token[:-len(suffix)]
-        if token.endswith(suffix) and (not before or character_class(before, True) in ("letter", "number")):
-            return True
-    return False
-
-
-def impossible_pairs(vocabulary):
-    """Pairs (token, next token) which the tokeniser never emits. Special and padding tokens are b''."""
-    number = {token: i for i, token in enumerate(vocabulary) if token}
-    lasts, firsts, rules = {}, {}, []       # piece -> [(token, start, end)]
-    for token, i in number.items():
-        merges = merges_of(token, number)
-        if merges:
-            rules.append((i, merges[-1][0], merges[-1][1]))
-        last = [(a + b, rank) for a, b, rank, _, is_last in merges if is_last]
-        first = [(a + b, rank + 1) for a, b, rank, is_first, _ in merges if is_first]
-        for piece, start, end in history(token[-1:], last):
-            if not ends_in_contraction(token):
-                lasts.setdefault(piece, []).append((i, start, end))
-        for piece, start, end in history(token[:1], first):
-            firsts.setdefault(piece, []).append((i, start, end))
-    pairs = set()
-    for k, a, b in rules:
-        for before, start, end in lasts.get(a, ()):
-            for after, start2, end2 in firsts.get(b, ()):
-                left, right = (character_class(vocabulary[i], last) for i, last in ((before, 1), (after, 0)))
-                if (start <= k < end and start2 <= k < end2 and right != "inside"
-                        and (left, right) not in (("whitespace", "whitespace"), ("other", "letter"))):
-                    pairs.add((before, after))
-    return pairs
 
 
 # ---------------------------------------------------------------- record 92, ANVIL

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, advance, call_tool, data_args, gpt, launch, make_runtime, run, smoke_config
+from conftest import ROOT, advance, call_tool, data_args, gpt, launch, make_runtime, smoke_config
 from torch.autograd.profiler_util import FunctionEvent
 
 from benchmarks import (
@@ -19,7 +19,6 @@ from benchmarks import (
     gpt2_baseline,
     gpu,
     roofline,
-    sampling,
     step,
 )
 from tools import results
@@ -59,7 +58,7 @@ def test_step_compares_profiles_and_predicts(shards, tmp_path):
     ("gpt2_baseline", "--context=10000000"), ("gpt2_baseline", "--num_heads=3"),
     ("gpt2_baseline", "--beta2=1.5"), ("gpt2_baseline", "--lr=inf"),
     ("compare_nanogpt", "--only=code,poems"), ("compare_nanogpt", "--shakespeare=nowhere"),
-    ("roofline", "--cards=h200,x1"), ("sampling", "--num_samples=0"),
+    ("roofline", "--cards=h200,x1"),
     ("tune", "--rounds=1"), ("tune", "--num_step=9"), ("tune", "--alternative=--compile=on fast"),
     ("tune", "--seq_len=100"), ("tools.compare", "--pairs=1"), ("tools.ladder", "--end_seeds=1.5"),
     ("tools.ladder", "--only=target,moun"), ("tools.ladder", f"--ladder={ROOT}/records"),
@@ -362,23 +361,3 @@ def test_the_roofline_adds_up(monkeypatch, capsys):
                     ["| of the last sum sent, if nothing hid it", "1,750.0"]]
     assert "takes 1200.00 ms: 1200.00 ms a step, GPU idle 17 %" in predict("--ranks=8", "--launches=600")
     assert "takes 1000.00 ms: 1001.00 ms a step, GPU idle 0 %" in predict("--ranks=8", "--launches=500")
-
-
-def test_words_of_samples_are_counted():
-    """Without the ends of a sample. A repeated 4-gram counts once, and may be in two samples."""
-    read = sampling.find_words([256, *b"One two THREE four\n", 256, *b"five six"])
-    assert read == ["one", "two", "three", "four", "five", "six"]
-    samples = [b"x one two three four at zzzz x", b"x two three four at x", b"of"]
-    assert sampling.measure([[*sample] for sample in samples], read) == pytest.approx([87.5, 100 / 3, 100 / 3])
-
-
-def test_samples_are_compared_with_the_text_that_follows(shards, here, capsys, monkeypatch):
-    run(shards, "--num_iterations=4", "--checkpoint_every=4")
-    (path,) = here.glob("checkpoints/*/*/model.pt")
-    monkeypatch.setattr(sampling, "TEMPERATURES", (0.5, 1.0))
-    monkeypatch.setattr(sampling, "TOP_P", (1.0,))
-    monkeypatch.setattr(sampling, "SAMPLED", 8)
-    monkeypatch.setattr(sys, "argv", ["sampling.py", str(path), "--num_samples=2"])
-    status, out, _ = call_tool(capsys, sampling.main)
-    rows = [line.split(" | ")[0] for line in out.splitlines()[5:]]
-    assert (status, rows) == (0, ["| held-out", "| 0.5, 1.0", "| 1.0, 1.0"])

@@ -1,6 +1,5 @@
 """Record 92: the published check values, computed from the independent reading in record92_reference.py."""
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -146,38 +145,12 @@ TOY = [bytes([i]) for i in range(256)] + [
     b"\n\n", b"re", b"ther", b"12", b"123", b"  "]
 
 
-def encode(text):
-    """Tokens of ASCII text by the toy vocabulary, with the pre-tokeniser's pattern."""
-    number, out = {token: i for i, token in enumerate(TOY)}, []
-    pattern = r"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"
-    for word in re.findall(pattern, text):
-        pieces = [word[i:i + 1].encode() for i in range(len(word))]
-        while True:
-            ranks = [number.get(a + b, 999) for a, b in zip(pieces, pieces[1:])]
-            if min(ranks, default=999) == 999:
-                break
-            i = ranks.index(min(ranks))
-            pieces[i:i + 2] = [pieces[i] + pieces[i + 1]]
-        out += [number[piece] for piece in pieces]
-    return out
-
-
-def test_prefixes_and_mask():
+def test_prefixes():
     prefixes = r92.prefix_table(TOY)
     assert len(TOY) == 276 and prefixes[:256] == [-1] * 256
     assert [TOY[i] for i in prefixes[256:]] == [
         b"t", b"h", b" ", b" t", b"th", b" th", b"i", b"a", b"e", b"an", b" ", b" a", b" an", b"'", b"\n",
         b"r", b"the", b"1", b"12", b" "]
-    pairs = r92.impossible_pairs(TOY)
-    assert len(pairs) == 38 and len({(before, after >> 3) for before, after in pairs}) == 34
-    number = {token: i for i, token in enumerate(TOY)}
-    for before, after in [(b" ", b"the"), (b"a", b"n"), (b"th", b"er"), (b"12", b"3"), (b"re", b"re"),
-                          (b"  ", b"and")]:
-        assert (number[before], number[after]) in pairs
-    ascii_tokens = [i for i, token in enumerate(TOY) if token.isascii() and i > 0]
-    lost = {(before, after) for before in ascii_tokens for after in ascii_tokens
-            if encode((TOY[before] + TOY[after]).decode()) != [before, after]}
-    assert (len(ascii_tokens) ** 2, len(lost)) == (21609, 353) and pairs <= lost
 
 
 def test_packing():

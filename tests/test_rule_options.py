@@ -99,3 +99,11 @@ def test_a_small_batch_has_short_sequences(config_of):
     """Both must divide the step, or the preset could not be trained."""
     cfg = config_of(4, tokens_per_step=4096)
     assert (cfg.tokens_per_step, cfg.seq_len, cfg.micro_batch_tokens) == (4096, 4096, 8192)
+
+
+def test_another_preset_of_the_name_stays(capsys):
+    """Depth 12 is presets/d12.json. With another vocabulary it would be another preset."""
+    before = (ROOT / "presets/d12.json").read_text()
+    assert tool.main(["12"]) == 0 and tool.main(["12", "--vocab_size=257"]) == 2
+    assert "presets/d12.json is another preset" in capsys.readouterr().err
+    assert (ROOT / "presets/d12.json").read_text() == before

@@ -449,9 +449,9 @@ def test_the_share_that_is_read(tmp_path, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     steps = 10_000_001 // 1024 * 1024 // 2048
     assert [line.partition(":")[0] for line in lines] == [
-        "on a GPU (never timed, reads all)", "timing ten steps of each size ...",
+        "on a GPU (never timed, reads all)", *(f"timing ten steps of size {size} of 3 ..." for size in (1, 2)),
         f"train on it ({0.04 * steps:.0f} s here, reads 100%)", "train on it (60 s here, reads 31%)"]
-    assert "--num_iterations=1500 " in lines[3] and "num_iterations" not in lines[2]
+    assert "--num_iterations=1500 " in lines[4] and "num_iterations" not in lines[3]
 
 
 def test_splitting_keeps_every_byte_and_prefers_line_ends():
@@ -490,7 +490,7 @@ def test_the_example_of_the_readme(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = ROOT / "records/laptop/2026-11-25_long_windows/train_gpt.py"
     said, page = make(capsys, path, "--out=data/mine"), (ROOT / "README.md").read_text()
-    facts, _, command = said.strip().split("\n")
+    facts, *_, command = said.strip().split("\n")
     assert "data/*.bin" in (ROOT / ".gitignore").read_text().splitlines()
     assert facts in page and command.partition(" --train_files")[0].partition("run.sh")[2] in page
 

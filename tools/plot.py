@@ -349,6 +349,8 @@ def main() -> None:
         for path in args.paths:
             if not path.is_dir():
                 raise RecordError(f"{path} is no folder: give only .json, only .jsonl, or only folders")
+            if path.resolve().name == "logs":
+                raise RecordError(f"{path} has single runs: give {path}/*.json")
         records = [results.read_record(folder) for folder in args.paths]
         for record in records[1:]:
             results.check_comparable(record, records[0], "losses")

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import ROOT, Parser, at_least, require_packages, run_guarded
+from tools.common import ROOT, Parser, RecordError, at_least, require_packages, run_guarded
 
 RATES = dict(muon=0.02, normuon=0.02, anvil=0.02, muonh=0.02, normuonh=0.02, adamw=0.0018)
 
@@ -98,8 +98,10 @@ def main(argv: list[str] | None = None) -> int:
         path = ROOT / "presets" / f"{args.name or f'd{args.depth}'}.json"
         rows = re.compile(r"{[^][{}]*}|\[[^][{}]*\]")  # innermost objects and lists: one line each
         text = rows.sub(lambda row: re.sub(r"\n\s*", "", re.sub(r",\n\s*", ", ", row[0])),
-                        json.dumps(preset, indent=1))
-        path.write_text(text + "\n")
+                        json.dumps(preset, indent=1)) + "\n"
+        if path.exists() and json.loads(path.read_text()) != json.loads(text):
+            raise RecordError(f"presets/{path.name} is another preset: give another --name, or remove it")
+        gpt.write_atomic(path, text.encode())
         print(f"wrote {path.relative_to(ROOT)}: train with --preset={path.stem}")
 
     return run_guarded(body)
