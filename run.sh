@@ -53,7 +53,16 @@ else
   [[ -e $venv ]] || python3 -m venv --system-site-packages "$venv"  # uses the packages that python3 has
   "$python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
 fi
-if [[ ! -e $root/data/torch_source/corpus.json && " $* " != *" -h "* && " $* " != *" --help "* ]]; then  # the text of the small presets, from the installed PyTorch
+needs_corpus() {  # whether data/torch_source, the text of the small presets, is missing and may be read
+  [[ ! -e $root/data/torch_source/corpus.json ]] || return 1
+  case " $* " in
+    *" -h "* | *" --help "* | *" --print_config "* | " data/"*) false ;;
+    " test "* | *".py "*) true ;;
+    *) [[ $("$python" "$root/train_gpt.py" "$@" --print_config 2>&1) == *train_files*data/torch_source/* ]] ;;
+  esac
+}
+if needs_corpus "$@"; then
+  echo "run.sh: making data/torch_source, the text of the small presets, from the installed PyTorch" >&2
   [[ -w $root/data ]] || stop "$root/data cannot be written: copy the project to a folder of your own"
   (cd "$root" && "$python" -c 'import runpy; runpy.run_path("data/text.py")["make_embedded_corpus"]()')
 fi
@@ -68,7 +77,7 @@ if [[ $RUN_SH != */* ]]; then RUN_SH=./$RUN_SH; fi
 if [[ ${1:-} == [^-]*.py ]]; then
   case ${1##*/} in  # names until 2026-11-29
     ablate.py | compare_scripts.py | cpu_ablation.py | rules.py) new=tools/compare.py ;;
-    common.py | results.py) [[ ! -e $root/$1 ]] || stop "$1 has functions for the tools and runs nothing" ;;
+    common.py | results.py | simulate_ranks.py) [[ ! -e $root/$1 ]] || stop "$1 has functions for the tools and runs nothing" ;;
     make_leaderboard.py | run_ladder.py) new=tools/${1##*_} ;;
     *) new=tools/${1##*/} ;;
   esac
@@ -76,6 +85,7 @@ if [[ ${1:-} == [^-]*.py ]]; then
   [[ -e $root/$1 ]] || stop "$1 does not exist"
   exec "$python" "$root/$1" "${@:2}"
 fi
+[[ ${1:-} != [^-]* ]] || stop "$1: give test, a tool such as tools/plot.py, or options such as --preset=laptop"
 if [[ -z ${NPROC:-} ]]; then  # the visible CUDA devices, rounded down to a power of two, at most 8. One process without CUDA
   NPROC=$("$python" -c 'import torch; n = min(torch.cuda.device_count(), 8); print(1 << max(n.bit_length() - 1, 0))' 2>/dev/null) ||
     stop "$python cannot load PyTorch, or was interrupted"

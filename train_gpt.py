@@ -801,8 +801,9 @@ class TrainData:
             read += sequence.seq_len
         if read >= passed / 2:
             return ""
-        return (f"{read / passed:.1%} of the tokens are read, because documents are cut to max_doc_len and "
-                "at the end of a sequence: --sequence_start=anywhere reads all, a larger --max_doc_len more")
+        return (f"{1 - read / passed:.1%} of the tokens are passed over, because documents are cut to "
+                "max_doc_len and at the end of a sequence: --sequence_start=anywhere reads all, a larger "
+                "--max_doc_len more of them")
 
     def count_sequences(self, step: int):
         """Number of packed sequences before a step."""
@@ -2902,7 +2903,7 @@ def train(cfg: Config, rt: Runtime, argv: list[str]):
     folder, saved, resume_line = find_start(cfg, run, rt)
     result = find_result_folder(cfg) / f"{run['run_id']}.json"
     if rt.comm.broadcast_object(result.exists()):
-        print0(f"{result} is the result of this run: nothing to do", rt)
+        print0(f"{result} is the result of this run: nothing to do. Another --seed is another run", rt)
         return
 
     # Model: dtype, compiler and fast forms are chosen for this machine
@@ -4702,10 +4703,10 @@ def load_preset(name: str):
         places = [folder / "presets" / f"{name}.json" for folder in folders]
         path = next(filter(Path.is_file, [*places, Path(name)]), None)
         if path is None:
-            old_name = f"now named {OLD_PRESETS[name]}" if name in OLD_PRESETS else "not a preset"
+            old_name = f"now named {OLD_PRESETS[name]}" if name in OLD_PRESETS else "no preset and no file"
             files = sorted(path.stem for path in folders[0].glob("presets/*.json"))
-            raise RunError(f"--preset={name} is {old_name}: give {', '.join([*PRESETS, *files])}, or a "
-                           ".json file", 2)
+            raise RunError(f"--preset={name} is {old_name}: give {', '.join([*PRESETS, *files])}, or the "
+                           "path of a .json file", 2)
         try:
             content = json.loads(path.read_text())
             if "config" in content or "derived" in content:
@@ -4825,7 +4826,7 @@ def find_problems(cfg: Config):
     longest = cfg.micro_batch_tokens
     yield cfg.attention_gate_dim > width, f"--attention_gate_dim={cfg.attention_gate_dim} exceeds {width}"
     yield (cfg.model_dim != width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {width}: "
-           f"give a multiple of --head_dim={cfg.head_dim}")
+           f"give a multiple of --head_dim={cfg.head_dim}, and no --num_heads")
     for name, group in cfg.groups.items():
         rules = [key for key, rule in RULES.items() if not (
             rule.row_state and name != "ngram" or rule.whole_matrix and name != "matrix")]
@@ -5456,13 +5457,14 @@ def load_weights(trainer: Trainer, path: Path):
     """Begin with the weights of a model.pt. The optimizer state stays fresh."""
     optimizer, tensors = trainer.optimizer, read_model(path)["tensors"]
     optimizer.set_tied(trainer.model.is_tied and read_metadata(path)["is_tied"])
+    stored = {name: tensor.numel() for name, tensor in tensors.items()}
+    needed = {name: bucket.count_units(name) * math.prod(bucket.unit)
+              for bucket in optimizer.buckets for name in bucket.params}
+    if differing := sorted(needed.items() ^ stored.items()):
+        name = differing[0][0]
+        raise RunError(f"{path} has {stored.get(name, 0)} values of {name}, but this run has "
+                       f"{needed.get(name, 0)}: give the options of its run", 2)
     for bucket in optimizer.buckets:
-        for name, param in bucket.params.items():
-            needed = bucket.count_units(name) * math.prod(bucket.unit)
-            found = tensors.get(name, param[:0]).numel()
-            if found != needed:
-                raise RunError(f"{path} has {found} values of {name}, but this run has {needed}: give the "
-                               "options of its run", 2)
         for name, first, part in bucket.local_parts():
             units = tensors[name].reshape(-1, *bucket.unit)
             bucket.shard[part] = units[first : first + part.stop - part.start].to(bucket.shard)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import Parser, at_least, require_packages, run_guarded
+from tools.common import Parser, at_least, require_packages, run_guarded, warn
 
 with require_packages():
     import numpy as np
@@ -122,6 +122,8 @@ def measure(args: Namespace) -> int:
             return model(tokens[:, :-1], tokens[:, 1:])
 
     loss_of(sample()).backward()  # untimed warm-up
+    budget = f"{args.steps} steps" if args.steps else f"{args.seconds:g} s"
+    warn(f"training for {budget}, then validating on {cfg.val_tokens:,} tokens")
     start, steps, bar = time.perf_counter(), 0, tqdm(total=100, unit="%", disable=None)
     val_points: list[tuple[int, float, float]] = []  # step, loss, milliseconds
 

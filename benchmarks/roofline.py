@@ -57,10 +57,11 @@ DEVICES = {
 
 def load(card: str, folder: Path, options: list[str]) -> dict:
     """Read the file of cuda_compile.py for a GPU. Compile if the folder does not have it."""
-    names = [re.sub("[^a-z0-9]+", "-", option[2:]) for option in options]
-    path = folder / f"{'_'.join([card, *names])}.json"
+    words = [re.sub("[^a-z0-9]+", "-", option[2:]) for option in options]
+    path = folder / f"{'_'.join([card, *words])}.json"
     if not path.exists():
-        print(f"compiling for {card} ...", file=sys.stderr, flush=True)
+        names = [name for name, device in DEVICES.items() if device.code == card]
+        print(f"compiling for {' and '.join(names)} ...", file=sys.stderr, flush=True)
         script = ROOT / "tests" / "cuda_without_gpu" / "cuda_compile.py"
         command = [sys.executable, str(script), card, f"--json={path}", *options]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)

@@ -64,13 +64,11 @@ GPT2_VOCAB_SIZE, GPT2_BOS = 50257, 50256
 SHARD_HEADER_BYTES = gpt.SHARD_HEADER_BYTES
 SHARD_TOKENS = 100_000_000
 BLOCK = gpt.BLOCK  # sequence lengths are multiples of it. Each split needs more tokens
-SHORT_TOKENS, LEAST_STEPS = 300_000, 28  # see choose_epochs()
+SHORT_TOKENS, TINY_TOKENS = 300_000, 8_000  # training tokens of a text, see choose_epochs()
 LEAST_BYTES, LEAST_TOKENS = 2000, 10 * BLOCK  # of a corpus. Validation is then at most 20 %
 MOST_CHARACTERS = 2**28  # of a cell in a .csv. An open quote could take the rest of the file
 PROGRESS_SECONDS = 1  # between two lines of progress
 READ_ERRORS = OSError, EOFError, zlib.error  # the last two: a damaged .gz
-# Sizes of preset quick, from small to large
-SIZES = {}, dict(num_layers=3, model_dim=192), dict(num_layers=6, model_dim=256)
 GPU_SIZE = dict(num_layers=12, model_dim=768, tokens_per_step=32_768, micro_batch_tokens=32_768)
 # A document: the hash that orders it, its place in the file of all tokens, the number of its text
 DOCUMENT = np.dtype([("key", "i8"), ("begin", "i8"), ("size", "i8"), ("text", "i8")])
@@ -83,6 +81,18 @@ class Tokenizer(NamedTuple):
     vocab_size: int
     bos: int
     doc_bytes: int  # default of the option
+
+
+class Size(NamedTuple):
+    """A size of preset quick."""
+
+    options: dict
+    least_steps: int  # fewer learn too little of a short text
+    passes: int  # over a short text. After more the model knows it by heart
+
+
+SIZES = (Size({}, 24, 2), Size(dict(num_layers=3, model_dim=192), 20, 1),
+         Size(dict(num_layers=6, model_dim=256), 16, 1))
 
 
 class UnusableError(Exception):
@@ -634,32 +644,32 @@ def check_out(out: Path, paths: list[Path]) -> None:
                               "as text: name a folder outside of the given ones")
 
 
-def choose_epochs(num_tokens: int) -> int:
-    """Passes over a text: two over a short one, and more if it has less than LEAST_STEPS steps. A model that
-    reads its text more often learns it by heart."""
-    least = -(-LEAST_STEPS * gpt.load_preset("quick").tokens_per_step // num_tokens)
-    return max(least, 2 if num_tokens < SHORT_TOKENS else 1)
+def choose_epochs(num_tokens: int, size: Size) -> int:
+    """Passes over a text of which a pass has this number of tokens."""
+    least = -(-size.least_steps * gpt.load_preset("quick").tokens_per_step // num_tokens)
+    return max(least, size.passes if num_tokens < SHORT_TOKENS else 1)
 
 
 def time_step(options: dict) -> float:
-    """Seconds of a training step of preset quick, with these options, on this machine: the mean of ten."""
-    cfg = gpt.make_config({"preset": "quick", **options, "num_iterations": 13, "epochs": 1000})
+    """Seconds of a training step of preset quick, with these options, on this machine: the mean of five."""
+    cfg = gpt.make_config({"preset": "quick", **options, "num_iterations": 7, "epochs": 1000})
     rt = gpt.choose_precision(cfg, gpt.start_runtime(cfg))
     trainer = gpt.Trainer(cfg, rt)
     batches = gpt.TrainData(cfg, trainer.schedule).batches(rt.comm, 0, cfg.num_iterations)
     for step in range(cfg.num_iterations):
-        if step == 3:
+        if step == 2:
             started = gpt.clock(rt.device)
         trainer.train_step(batches, trainer.schedule.at(step))
-    return (gpt.clock(rt.device) - started) / 10
+    return (gpt.clock(rt.device) - started) / 5
 
 
-def choose_run(budget: float, step_seconds: list[float], num_steps: int) -> tuple[int, int]:
-    """(place in SIZES, steps) of a run of at most `budget` seconds: the largest size that makes num_steps in
-    this time, else the smallest, with fewer steps."""
-    fitting = [place for place, seconds in enumerate(step_seconds) if seconds * num_steps <= budget]
+def choose_run(budget: float, step_seconds: list[float], num_steps: list[int]) -> tuple[int, int]:
+    """(place in SIZES, steps) of a run of at most `budget` seconds: the largest size that makes all of its
+    steps in this time, else the smallest, with fewer steps. The lists have a number for each size."""
+    fitting = [place for place, (seconds, steps) in enumerate(zip(step_seconds, num_steps))
+               if seconds * steps <= budget]
     if fitting:
-        return fitting[-1], num_steps
+        return fitting[-1], num_steps[fitting[-1]]
     return 0, int(budget / step_seconds[0])
 
 
@@ -687,28 +697,32 @@ def print_commands(out: Path, vocab_size: int, tokens: dict[str, int]) -> None:
     if cfg.preset == "record_32":
         show("train on it")
         return
-    pass_tokens = (tokens["train"] - 1) // seq_len * seq_len
-    epochs = choose_epochs(pass_tokens)
-    if epochs > 1:
-        options["epochs"] = epochs
-    num_steps = max(1, epochs * pass_tokens // cfg.tokens_per_step)
     if tokens["train"] > 2_000_000:
         show("on a GPU (never timed, reads all)", **GPU_SIZE)
+    pass_tokens = (tokens["train"] - 1) // seq_len * seq_len
+    sizes = SIZES if pass_tokens >= TINY_TOKENS else SIZES[:1]
+    epochs = []
+    num_steps = []
     step_seconds = []
-    for number, size in enumerate(SIZES, 1):
-        print(f"timing ten steps of size {number} of {len(SIZES)} ...", flush=True)
-        step_seconds.append(time_step({**options, **size, **files}))
-        if step_seconds[-1] * num_steps > 600:
+    for number, size in enumerate(sizes, 1):
+        print(f"timing five steps of size {number} of {len(sizes)} ...", flush=True)
+        epochs.append(choose_epochs(pass_tokens, size))
+        num_steps.append(max(1, epochs[-1] * pass_tokens // cfg.tokens_per_step))
+        step_seconds.append(time_step({**options, **size.options, **files}))
+        if step_seconds[-1] * num_steps[-1] > 600:
             break
     runs = [choose_run(600, step_seconds, num_steps), choose_run(60, step_seconds, num_steps)]
     if runs[0] == runs[1]:
         runs.pop()
     for place, steps in runs:
-        more = dict(SIZES[place])
-        if steps < num_steps:
+        more = dict(SIZES[place].options)
+        share = f"reads {steps * cfg.tokens_per_step / pass_tokens:.0%}"
+        if epochs[place] > 1:
+            more["epochs"] = epochs[place]
+            share = f"reads it {epochs[place]} times"
+        if steps < num_steps[place]:
             more["num_iterations"] = steps
-        seconds = step_seconds[place] * steps
-        show(f"train on it ({seconds:.0f} s here, reads {steps / num_steps:.0%})", **more)
+        show(f"train on it ({step_seconds[place] * steps:.0f} s here, {share})", **more)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -37,7 +37,7 @@ def test_the_share_of_tokens_that_are_read(tmp_path):
     for options in (dict(max_doc_len=256), dict(max_doc_len=1001), dict(sequence_start="anywhere")):
         cfg = smoke_config(tmp_path, num_iterations=4, **options)
         lines.append(gpt.TrainData(cfg, gpt.Schedule(cfg)).describe_share())
-    assert lines[0].startswith(f"{512 / 3003:.1%} of the tokens are read") and lines[1:] == ["", ""]
+    assert lines[0].startswith(f"{1 - 512 / 3003:.1%} of the tokens are passed over") and lines[1:] == ["", ""]
 
 
 def test_validation_keeps_only_its_own_tokens(tmp_path):

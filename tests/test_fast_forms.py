@@ -177,7 +177,8 @@ def test_a_right_fp8_form_stays_on_and_a_wrong_one_is_off(config, fault, load_co
 @pytest.mark.house
 def test_digests_are_of_the_code():
     """If you have changed a plain form and its fast forms alike, copy its new digest to DIGESTS."""
-    assert gpt.compute_digests() == gpt.DIGESTS
+    new = {name: digest for name, digest in gpt.compute_digests().items() if digest != gpt.DIGESTS[name]}
+    assert not new, f"new digests, for DIGESTS: {new}"
     names = {function for functions in gpt.FORMS.values() for function in functions}
     assert names == gpt.DIGESTS.keys()
 

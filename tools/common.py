@@ -132,6 +132,8 @@ class Progress:
     def show(self, label: str) -> None:
         """Name the work that starts."""
         self.bar.set_description(label)
+        if self.bar.disable:
+            print(f"{self.unit} {self.done + 1}/{self.total} starts: {label}", file=sys.stderr, flush=True)
 
     def note(self, line: str) -> None:
         """Print a line above the bar."""

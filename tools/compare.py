@@ -369,7 +369,7 @@ class Comparison:
                 logs = {side: self.list_ratios(side) for side in waiting}
                 self.decided |= {waiting[index] for index in decide(list(logs.values()))}
                 known = [f"{side.name} {estimate(values).format(3)}" for side, values in logs.items()]
-                progress.note(f"after {seed - self.first_seed + 1} pairs: {', '.join(known)}")
+                progress.note(f"pairs so far: {seed - self.first_seed + 1}. {', '.join(known)}")
                 if len(self.decided) == len(self.others) and not runs_all:
                     break
 
@@ -497,6 +497,10 @@ def compare_sides(sides: list[Side], num_pairs: int, first_seed: int = 0, runs_a
     """Run the pairs of sides."""
     machine = json.dumps(gpt.describe_machine(gpt.Runtime()), sort_keys=True)
     configs = [read_config(side) for side in sides]
+    steps = json.loads(configs[0]).get("num_iterations")
+    if steps and len({round(scale * steps) for scale in (1, *SCALES)}) < 3:
+        raise RecordError(f"{sides[0].name}: --num_iterations={steps} is too few for runs with 0.9 and 1.1 of "
+                          "the steps: give 5 or more")
     digest = hashlib.sha256(repr((sides, configs, machine, read_num_ranks())).encode()).hexdigest()[:12]
     folder = ROOT / "logs" / "compare" / digest
     (folder / "cache").mkdir(parents=True, exist_ok=True)

@@ -100,7 +100,7 @@ LADDER_HEAD = """
 |---|---|---|---|---|---|---|---|---|---|---|
 """
 OTHERS_HEAD = """
-The preset is the one in the record's script. The recipe of a name has changed since some of these records.
+The preset is the one in the record's script. Today a preset of this name may have another recipe.
 
 | folder | preset | parameters | steps | n | loss | sd | p | s to target | training time |
 |---|---|---|---|---|---|---|---|---|---|

@@ -31,7 +31,8 @@ def make_parser() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("paths", nargs="+", type=Path,
                         help="record folders of one track, or only json, or only jsonl files")
-    parser.add_argument("--out", type=output_file, default=Path("curves"), help="path of the pictures")
+    parser.add_argument("--out", type=output_file, default=Path("curves"),
+                        help="path of the picture. .svg is added (default %(default)s)")
     return parser
 
 

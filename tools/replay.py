@@ -175,7 +175,7 @@ def main() -> int:
             print(f"--random={args.random}: this machine can replay {len(fitting)} of {len(kept)} runs in "
                   f"{args.records_dir}")
         chosen += kept if args.all else random.sample(fitting, min(args.random, len(fitting)))
-    outcomes, lines = [], [f"passed over ({differences})" for *_, differences in kept if differences]
+    outcomes, lines = [], [differences for *_, differences in kept if differences]
     for record, result, differences in tqdm(chosen, unit="run", disable=len(chosen) <= 1 or None):
         if not differences:
             tqdm.write(f"{record.name}, seed {result['seed']}: runs again. It took "
@@ -183,7 +183,7 @@ def main() -> int:
         is_equal, line = (None, f"passed over ({differences})") if differences else (
             replay(record.folder, result, args.force))
         outcomes.append(is_equal)
-        lines.append(line)
+        lines.append(differences or line)
         tqdm.write(f"{record.name}, seed {result['seed']}: {line}")
     if all(is_equal is None for is_equal in outcomes):
         why = (f"none of {len(chosen or kept)} runs fits this machine and its data "

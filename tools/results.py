@@ -191,7 +191,8 @@ def read_record(folder: Path, refuse: Callable[[str], None] = fail) -> Record:
         else:
             kept[path.name] = result
     if not kept:
-        raise RecordError(f"{folder} is no record: give the folder of a run with --record, or of a rung")
+        fault = "is no record" if folder.exists() else "does not exist"
+        raise RecordError(f"{folder} {fault}: give the folder of a run with --record, or of a rung")
     by_seed: dict[int, dict] = {}
     for result in kept.values():
         first = by_seed.setdefault(result["seed"], result)

@@ -82,7 +82,8 @@ def find_model(path: Path) -> Path:
         if newest.name == "model.pt" or gpt.is_whole(newest, gpt.Runtime()):  # a step may still be written
             print(f"sampling from {newest}", file=sys.stderr)
             return newest
-    raise gpt.RunError(f"{path} has no model.pt and no complete step_*/", 2)
+    fault = "has no model.pt and no complete step_*/" if path.exists() else "does not exist"
+    raise gpt.RunError(f"{path} {fault}", 2)
 
 
 def read_tensors(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
