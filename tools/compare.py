@@ -499,8 +499,8 @@ def compare_sides(sides: list[Side], num_pairs: int, first_seed: int = 0, runs_a
     configs = [read_config(side) for side in sides]
     steps = json.loads(configs[0]).get("num_iterations")
     if steps and len({round(scale * steps) for scale in (1, *SCALES)}) < 3:
-        raise RecordError(f"{sides[0].name}: --num_iterations={steps} is too few for runs with 0.9 and 1.1 of "
-                          "the steps: give 5 or more")
+        raise RecordError(f"{sides[0].name}: --num_iterations={steps} is too few for runs with 0.9 and 1.1 "
+                          "of the steps: give 5 or more")
     digest = hashlib.sha256(repr((sides, configs, machine, read_num_ranks())).encode()).hexdigest()[:12]
     folder = ROOT / "logs" / "compare" / digest
     (folder / "cache").mkdir(parents=True, exist_ok=True)
