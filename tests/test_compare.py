@@ -186,7 +186,7 @@ def test_parts_of_a_preset():
 @pytest.mark.parametrize("words, line", [
     (["smoke"], "give two or more sides"), (["smoke", "smoke"], "give two or more sides"),
     (["smoke", "smoke --seed=1"], "--seed"), (["smoke", "no_such_thing"], "no_such_thing"),
-    (["smoke", "smoke ", "--", "--num_iterations=4"], "smoke: --num_iterations=4 is too few"),
+    (["smoke --num_iterations=4", "smoke"], "--num_iterations=4 is too few"),
     (["smoke", "smoke --matrix_lrr=1"], "smoke --matrix_lrr=1: --matrix_lrr=1 is not an option: did you mean --matrix_lr?"),
     (["smoke", ""], "a side is empty"), (["smoke", "smoke --x='"], "No closing quotation"),
     (["README.md", "smoke"], "README.md: "),
