@@ -57,7 +57,8 @@ needs_corpus() {  # whether data/torch_source, the text of the small presets, is
   [[ ! -e $root/data/torch_source/corpus.json ]] || return 1
   case " $* " in
     *" -h "* | *" --help "* | *" --print_config "* | " data/"*) false ;;
-    " test "* | *".py "*) true ;;
+    " test "* | " benchmarks/"* | " tools/compare.py "* | " tools/ladder.py "* | " tools/replay.py "*) true ;;
+    *".py "*) false ;;
     *) [[ $("$python" "$root/train_gpt.py" "$@" --print_config 2>&1) == *train_files*data/torch_source/* ]] ;;
   esac
 }

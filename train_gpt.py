@@ -261,7 +261,7 @@ class Config:
                                              "An object: fields of all layers")
     layer_pattern: str = option("record_32", "layers of any depth", choices=("record_32", "laptop"))
     num_layers: int = option(12, "layers", 1, 1000)
-    num_heads: int = option(6, "attention heads per layer", 1, 4096)
+    num_heads: int = option(6, "attention heads per layer, model_dim / head_dim", 1, 4096)
     head_dim: int = option(128, "channels per head", 8, 4096)
     model_dim: int = option(768, "residual channels = num_heads * head_dim", 8, 65536)
     mlp_ratio: float = option(4.0, "MLP hidden channels per residual channel", 0.1, 64)
@@ -4860,9 +4860,13 @@ def find_problems(cfg: Config):
            f"--layers has {len(cfg.layers)} rows, but --num_layers={cfg.num_layers}")
     for i, layer in enumerate(cfg.layers):
         known = {"x_in", *(f"h{j}" for j in range(i)), *(f"ve{other.value_embed}" for other in cfg.layers)}
-        yield (layer.attention not in ("long", "short", "none") or not layer.inputs() <= known
-               or layer.gates_from not in (None, *range(i + 1)),
-               f"--layers: layer {i} has an unknown attention or input: {layer}")
+        lacking = sorted(layer.inputs() - known)
+        yield (bool(lacking), f"--layers: layer {i} reads {', '.join(lacking)}, which does not exist there: "
+               "change the row, or leave out what reads it, too, as in --without=mudd_out,value_embed")
+        yield (layer.attention not in ("long", "short", "none"),
+               f"--layers: layer {i} has attention={layer.attention}: give long, short or none")
+        yield (layer.gates_from not in (None, *range(i + 1)),
+               f"--layers: layer {i} has gates_from={layer.gates_from}: give a layer of 0 to {i}")
         yield ("attn_in" in layer.mudd_out and layer.attention == "none",
                f"--layers: layer {i} has attn_in in mudd_out, but no attention")
         yield (not layer.mlp and (layer.second_mlp or "mlp_in" in layer.mudd_out),
@@ -5286,7 +5290,7 @@ def read_metadata(step: Path):
         return json.loads((step / "state.json").read_text())
     except Exception as error:  # another file can raise any error
         raise RunError(f"{step} is no folder step_... of a checkpoint, and no model.pt ({error}). "
-                       "--resume=auto finds the newest checkpoint of this run", 2) from None
+                       "--resume=auto finds the furthest one of this command", 2) from None
 
 
 def read_model(path: Path):

@@ -77,11 +77,11 @@ def test_checkouts_have_unix_line_ends():
 
 
 def test_a_missing_corpus_is_made_first(calls_of):
-    for word, call in (("tool.py", "/run.sh|/tool.py"), ("--preset=laptop", "/run.sh|/train_gpt.py --preset=laptop"),
+    for word, call in (("benchmarks/step.py", "/run.sh|/benchmarks/step.py"), ("--preset=laptop", "/run.sh|/train_gpt.py --preset=laptop"),
                        ("test", "|-m pytest")):
         *_, made, started = calls_of(word, nproc="1", has_corpus=False)
         assert "make_embedded_corpus" in made and started == call
-    for word in ("--preset=shakespeare", "data/text.py", "--print_config"):  # these read another text, or none
+    for word in ("--preset=shakespeare", "data/text.py", "--print_config", "tools/plot.py"):  # these read another text, or none
         assert "make_embedded_corpus" not in " ".join(calls_of(word, nproc="1", has_corpus=False))
 
 

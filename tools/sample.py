@@ -25,16 +25,17 @@ def make_parser() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("model", type=Path, help="a model.pt or step_*/, or a folder with one")
     parser.add_argument("--prompt", default="", help="start of the text. -: from standard input")
-    parser.add_argument("--num_samples", type=at_least(1), default=1)
-    parser.add_argument("--max_new_tokens", type=at_least(1), default=256)
+    parser.add_argument("--num_samples", type=at_least(1), default=1, help="(default %(default)s)")
+    parser.add_argument("--max_new_tokens", type=at_least(1), default=256, help="(default %(default)s)")
     parser.add_argument("--temperature", type=at_least(0, float), default=1.0,
                         help="0: greedy. With these defaults the words and repetitions of three models were "
                              "nearest to those of held-out text (default %(default)s)")
-    parser.add_argument("--top_k", type=at_least(0), default=50, help="draw from the likeliest. 0: all")
+    parser.add_argument("--top_k", type=at_least(0), default=50, help="draw from the likeliest. 0: all "
+                        "(default %(default)s)")
     parser.add_argument("--top_p", type=float, default=0.95,
                         help="draw from the fewest tokens whose probability reaches this. 1: all "
                              "(default %(default)s)")
-    parser.add_argument("--seed", type=at_least(0), default=0)
+    parser.add_argument("--seed", type=at_least(0), default=0, help="(default %(default)s)")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     return parser
 
