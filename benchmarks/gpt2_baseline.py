@@ -19,14 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import Parser, at_least, require_packages, run_guarded, warn
+from tools.common import Parser, Progress, at_least, require_packages, run_guarded, warn
 
 with require_packages():
     import numpy as np
     import torch
     import torch.nn.functional as F
     from torch import Tensor, nn
-    from tqdm import tqdm
 
     import train_gpt as gpt
     from tools.results import find_crossing
@@ -124,7 +123,7 @@ def measure(args: Namespace) -> int:
     loss_of(sample()).backward()  # untimed warm-up
     budget = f"{args.steps} steps" if args.steps else f"{args.seconds:g} s"
     warn(f"training for {budget}, then validating on {cfg.val_tokens:,} tokens")
-    start, steps, bar = time.perf_counter(), 0, tqdm(total=100, unit="%", disable=None)
+    start, steps, progress = time.perf_counter(), 0, Progress(10, unit="tenth")
     val_points: list[tuple[int, float, float]] = []  # step, loss, milliseconds
 
     def validate() -> None:
@@ -148,8 +147,9 @@ def measure(args: Namespace) -> int:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         steps += 1
-        bar.update(round(100 * done) - bar.n)
-    bar.close()
+        if 10 * share_done() >= progress.done + 1:
+            progress.finish(f"step {steps}")
+    progress.bar.close()
     validate()
     val_loss, seconds = val_points[-1][1], val_points[-1][2] / 1000
     crossing = None if args.target is None else find_crossing(dict(val_points=val_points), args.target)

@@ -122,6 +122,7 @@ class Progress:
 
         self.total, self.done, self.unit, self.lock = total, done, unit, threading.Lock()
         self.bar = tqdm(total=total, initial=done, unit=unit, disable=None)
+        self.printed = time.monotonic()
 
     def __enter__(self) -> "Progress":
         return self
@@ -130,10 +131,11 @@ class Progress:
         self.bar.close()
 
     def show(self, label: str) -> None:
-        """Name the work that starts."""
+        """Name the work that goes on. Without a terminal at most one line in ten seconds."""
         self.bar.set_description(label)
-        if self.bar.disable:
-            print(f"{self.unit} {self.done + 1}/{self.total} starts: {label}", file=sys.stderr, flush=True)
+        if self.bar.disable and time.monotonic() >= self.printed + 10:
+            self.printed = time.monotonic()
+            print(f"{self.unit} {self.done + 1}/{self.total} goes on: {label}", file=sys.stderr, flush=True)
 
     def note(self, line: str) -> None:
         """Print a line above the bar."""
@@ -147,6 +149,7 @@ class Progress:
             self.done += 1
             self.bar.update()
             if self.bar.disable:
+                self.printed = time.monotonic()
                 print(f"{self.unit} {self.done}/{self.total}: {label}", file=sys.stderr, flush=True)
 
 

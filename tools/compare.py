@@ -39,6 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ from tools.common import (
     output_file,
     require_packages,
     run_guarded,
+    warn,
 )
 
 FIRST_LOOK, MOST_PAIRS, ERROR = 3, 12, 0.01  # error: of all looks together
@@ -236,8 +238,16 @@ def make_place(side: Side, place: Path) -> Path:
     return script
 
 
-def train(side: Side, seed: int, extra: list[str], folder: Path) -> Run:
-    """One run of a side, as a process of its own. RecordError if it fails. folder gets its json and log."""
+def read_step(place: Path) -> str:
+    """The last step in the log of a run."""
+    lines = [line for path in place.glob("logs/*.txt") for line in path.read_text().splitlines()]
+    steps = [line.split(" ")[0] for line in lines if line.startswith("step:")]
+    return steps[-1] if steps else "before the first step"
+
+
+def train(side: Side, seed: int, extra: list[str], folder: Path, show: Callable[[str], None]) -> Run:
+    """One run of a side, as a process of its own. RecordError if it fails. folder gets its json and log, and
+    show() the step."""
     with tempfile.TemporaryDirectory() as place:
         script = make_place(side, Path(place))
         num_ranks = read_num_ranks()
@@ -258,6 +268,7 @@ def train(side: Side, seed: int, extra: list[str], folder: Path) -> Run:
                     _, errors = process.communicate(timeout=5)
                 except subprocess.TimeoutExpired:
                     clocks += read_clocks()
+                    show(read_step(Path(place)))
         finally:
             process.terminate()  # torchrun ends its ranks
             process.wait()
@@ -311,7 +322,7 @@ class Runs:
             extra = [f"--num_iterations={round(scale * self.get(side, seed).steps)}"]
         if scale > 1 and b"epochs" in side.source:  # the text may be read once
             extra.append("--epochs=2")
-        run = train(side, seed, extra, self.folder)
+        run = train(side, seed, extra, self.folder, lambda step: progress.show(f"{label}, {step}"))
         self.rows[f"{side.name} seed {seed} x{scale:g}"] = run._asdict()
         gpt.write_atomic(self.path, (json.dumps(self.rows, indent=1) + "\n").encode())
         progress.finish(f"{label}: loss {run.loss:.4f} after {run.seconds:.1f} s")
@@ -496,6 +507,7 @@ def compare_sides(sides: list[Side], num_pairs: int, first_seed: int = 0, runs_a
                   ) -> Comparison:
     """Run the pairs of sides."""
     machine = json.dumps(gpt.describe_machine(gpt.Runtime()), sort_keys=True)
+    warn(f"reading the options of {len(sides)} sides")
     configs = [read_config(side) for side in sides]
     steps = json.loads(configs[0]).get("num_iterations")
     if steps and len({round(scale * steps) for scale in (1, *SCALES)}) < 3:

@@ -157,7 +157,7 @@ CHAIN_HEAD = """
 ### Record against record
 
 A claim is a ratio: the time that a record needs for the loss of the record before it, measured by pairs of
-runs on one machine, with its 95 % interval. The product is the ratio to the first record of the table.
+runs on one machine, with its 95 % interval. The product is the ratio to the first record of its chain.
 `./run.sh tools/replay.py FOLDER --against` measures a ratio on your machine.
 
 | record | of the time of the record before | product | training of the record |
@@ -249,8 +249,12 @@ def format_chain(records: list[results.Record], refuse: Callable[[str], None] = 
         """Of the ratios from the first record of its chain on."""
         return links_of[folder][0].ratio * find_product(bases[folder]) if folder in bases else 1.0
 
+    def list_chain(folder: Path) -> list[Path]:
+        """From the first record to this one."""
+        return [*(list_chain(bases[folder]) if folder in bases else ()), folder]
+
     text = CHAIN_HEAD
-    for folder in sorted({*bases, *bases.values()}):
+    for folder in sorted({*bases, *bases.values()}, key=list_chain):
         record, links = by_folder[folder], links_of.get(folder, [])
         measured = "<br>".join(
             f"{link.format()}{', not shown to be faster' * (link.high >= 1)}: {link.machine}"
