@@ -933,9 +933,10 @@ class ValData:
             missing -= len(parts[-1])
         self.tokens = np.concatenate(parts)
         if missing:
+            fitting = max(0, cfg.val_tokens - missing) // cfg.val_seq_len * cfg.val_seq_len
+            remedy = f"give --val_tokens={fitting}" if fitting else "lower --val_seq_len, too"
             raise RunError(f"--val_files={cfg.val_files} is {missing} tokens too short for --val_tokens="
-                           f"{cfg.val_tokens} and one more target: lower --val_tokens, and --val_seq_len="
-                           f"{cfg.val_seq_len}, which divides it", 2)
+                           f"{cfg.val_tokens} and one more target: {remedy}", 2)
 
     def read_batch(self, index: int):
         """Sequences (sequences, val_seq_len + 1), uint16."""

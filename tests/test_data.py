@@ -213,6 +213,8 @@ def test_too_few_tokens_are_counted(shards):
     assert str(error.value).endswith(f"--epochs={-(-2_048_000 // has)}")
     with pytest.raises(gpt.RunError, match="is 1011\\d\\d\\d tokens too short for --val_tokens=1024000 "):
         gpt.ValData(smoke_config(shards, val_tokens=1_024_000))
+    with pytest.raises(gpt.RunError, match="give --val_tokens=11264$"):  # 11 sequences of 12,180 tokens
+        gpt.ValData(smoke_config(shards, val_tokens=1_024_000))
     with pytest.raises(gpt.RunError, match="matches no file"):
         gpt.ValData(smoke_config(shards, val_files="nowhere/*.bin"))
 
