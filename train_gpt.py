@@ -298,7 +298,7 @@ class Config:
     mudd_groups: int = option(1, "groups of channels with their own mudd_out weights", 1, 4096, off=1)
     softcap: tuple[float, float, float] = option(
         (30.0, 0.0, 7.5), "cap, shift, width: logits become cap * sigmoid((logit + shift) / width). The "
-        "defaults give 15 tanh(logit / 15) + 15. cap 0: no softcap", off=(0.0, 0.0, 7.5))
+        "values 30,0,7.5 give 15 tanh(logit / 15) + 15. cap 0: no softcap", off=(0.0, 0.0, 7.5))
     fp8_parts: tuple[str, ...] = option(("head",), "matmuls in FP8 during training",
                                         choices=("head", "logits", "mlp", "qkv"))
     fp8_head_amax: float = option(0.875, "largest head weight that FP8 represents", 1e-6)
@@ -4645,7 +4645,8 @@ def convert(value, kind: type):
     if kind is int and isinstance(value, float) and value.is_integer():  # 1e3
         return int(value)
     if type(value) is not kind and not (kind is float and type(value) is int):
-        expected = "on or off" if kind is bool else getattr(kind, "__name__", kind)
+        names = {bool: "on or off", tuple: "a list: give values separated by commas"}
+        expected = names.get(getattr(kind, "__origin__", kind), getattr(kind, "__name__", kind))
         raise ValueError(f"{value!r} is not {expected}")
     return value
 

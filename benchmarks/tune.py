@@ -358,7 +358,7 @@ def tune(args: Namespace, options: list[str]) -> dict:
                 chosen = chosen[:1] if len(chosen) > 1 else []
         else:
             chosen = combine(rows)
-    rows += [describe(words, "not tried", reason="the time was up") for words in queue]
+    rows += [describe(words, "not tried", reason="too little time was left") for words in queue]
     plain = {key: tuner.facts[key] for key in ("machine", "threads", "dtype", "data", "loss")}
     return dict(date=time.strftime("%Y-%m-%d"), torch=torch.__version__, options=options, **plain,
                 seconds_per_token=statistics.median(

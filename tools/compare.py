@@ -7,8 +7,8 @@
     ./run.sh tools/compare.py A B -- --num_iterations=60          # options after -- are for all
     ./run.sh tools/compare.py records/TRACK/NEWEST train_gpt.py --record=my_idea    # leave a record
 
-A side is a script, the folder of a record, a git revision, a preset, or options. In quotes it is one of the
-first four, and options. The first side is the base. All others are compared with it.
+A side is a script, the folder of a record, a git revision or a preset. In quotes options may follow it:
+'train_gpt.py --preset=smoke --track=mine'. The first side is the base. All others are compared with it.
 
 A pair is one run of each side with one seed, in random order, one after the other. ONE FIGURE DECIDES: the
 seconds that a side needs for the base's loss. It is the time of its run, corrected by the difference of the
@@ -135,7 +135,7 @@ def read_side(text: str, common: list[str]) -> Side:
     except ValueError as error:
         raise RecordError(f"{text}: {error}") from None
     if not words:
-        raise RecordError("a side is empty: give a script, record, revision, preset or options")
+        raise RecordError("a side is empty: give a script, record, revision or preset")
     word, options = "", words
     if not words[0].startswith("-"):
         word, *options = words
@@ -419,7 +419,8 @@ class Comparison:
         for runs in self.list_base_runs():  # equal steps, so the spread is noise
             mean = statistics.mean(run.step_ms for run in runs)
             squares.append(statistics.variance([run.step_ms / mean for run in runs]))
-        runs = [run for side in self.others for pair in self.list_pairs(side) for run in pair]
+        pairs = [pair for side in self.others for pair in self.list_pairs(side)]
+        runs = list({run.run_id: run for pair in pairs for run in pair}.values())  # each run once
         loads = [load for run in runs for load in run.load]
         clocks = [run.clock for run in runs if math.isfinite(run.clock)]
         lines = [f"noise: the time of a step varies by {math.sqrt(statistics.mean(squares)):.1%} (standard "

@@ -132,10 +132,11 @@ def repeat_claim(folder: Path, path: Path | None) -> int:
     base = results.find_base(folder)
     if base is None:
         raise RecordError(f"{folder} has no pairs with another record: run tools/compare.py BASE {folder}")
-    links = results.read_links(results.read_record(folder), results.read_record(base))
+    record = results.read_record(folder)
+    links = results.read_links(record, results.read_record(base))
     sides = [compare.read_side(shlex.quote(str(side)), []) for side in (base, folder)]
     num_pairs = links[0].pairs if links else compare.MOST_PAIRS
-    report = compare.compare_sides(sides, num_pairs).report()
+    report = compare.compare_sides(sides, num_pairs, first_seed=min(record.losses)).report()
     (here,) = report["sides"]
     measured = links[0] if links else None
     links.append(results.Link(*(here[name] for name in results.Link._fields[:4]), "this machine"))
