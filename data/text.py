@@ -95,6 +95,15 @@ SIZES = (Size({}, 24, 2), Size(dict(num_layers=3, model_dim=192), 20, 1),
          Size(dict(num_layers=6, model_dim=256), 16, 1))
 
 
+class Plan(NamedTuple):
+    """A run of one size that reads all of a text."""
+
+    options: dict
+    num_steps: int
+    step_seconds: float
+    share: str  # of the text, for people
+
+
 class UnusableError(Exception):
     """A text that is skipped, and the reason."""
 
@@ -663,14 +672,13 @@ def time_step(options: dict) -> float:
     return (gpt.clock(rt.device) - started) / 5
 
 
-def choose_run(budget: float, step_seconds: list[float], num_steps: list[int]) -> tuple[int, int]:
-    """(place in SIZES, steps) of a run of at most `budget` seconds: the largest size that makes all of its
-    steps in this time, else the smallest, with fewer steps. The lists have a number for each size."""
-    fitting = [place for place, (seconds, steps) in enumerate(zip(step_seconds, num_steps))
-               if seconds * steps <= budget]
+def choose_run(budget: float, plans: list[Plan]) -> tuple[Plan, int]:
+    """(plan, steps) of a run of at most `budget` seconds: the last plan that makes all of its steps in this
+    time, else the first one, with fewer steps."""
+    fitting = [plan for plan in plans if plan.step_seconds * plan.num_steps <= budget]
     if fitting:
-        return fitting[-1], num_steps[fitting[-1]]
-    return 0, int(budget / step_seconds[0])
+        return fitting[-1], fitting[-1].num_steps
+    return plans[0], int(budget / plans[0].step_seconds)
 
 
 def print_commands(out: Path, vocab_size: int, tokens: dict[str, int]) -> None:
@@ -701,28 +709,27 @@ def print_commands(out: Path, vocab_size: int, tokens: dict[str, int]) -> None:
         show("on a GPU (never timed, reads all)", **GPU_SIZE)
     pass_tokens = (tokens["train"] - 1) // seq_len * seq_len
     sizes = SIZES if pass_tokens >= TINY_TOKENS else SIZES[:1]
-    epochs = []
-    num_steps = []
-    step_seconds = []
+    plans = []
     for number, size in enumerate(sizes, 1):
         print(f"timing five steps of size {number} of {len(sizes)} ...", flush=True)
-        epochs.append(choose_epochs(pass_tokens, size))
-        num_steps.append(max(1, epochs[-1] * pass_tokens // cfg.tokens_per_step))
-        step_seconds.append(time_step({**options, **size.options, **files}))
-        if step_seconds[-1] * num_steps[-1] > 600:
+        epochs = choose_epochs(pass_tokens, size)
+        num_steps = max(1, epochs * pass_tokens // cfg.tokens_per_step)
+        step_seconds = time_step({**options, **size.options, **files})
+        more = {"epochs": epochs} if epochs > 1 else {}
+        share = f"it {epochs} times" if epochs > 1 else "100%"
+        plans.append(Plan({**size.options, **more}, num_steps, step_seconds, share))
+        if step_seconds * num_steps > 600:
             break
-    runs = [choose_run(600, step_seconds, num_steps), choose_run(60, step_seconds, num_steps)]
+    runs = [choose_run(600, plans), choose_run(60, plans)]
     if runs[0] == runs[1]:
         runs.pop()
-    for place, steps in runs:
-        more = dict(SIZES[place].options)
-        share = f"reads {steps * cfg.tokens_per_step / pass_tokens:.0%}"
-        if epochs[place] > 1:
-            more["epochs"] = epochs[place]
-            share = f"reads it {epochs[place]} times"
-        if steps < num_steps[place]:
+    for plan, steps in runs:
+        more = dict(plan.options)
+        share = plan.share
+        if steps < plan.num_steps:
             more["num_iterations"] = steps
-        show(f"train on it ({step_seconds[place] * steps:.0f} s here, {share})", **more)
+            share = f"{steps * cfg.tokens_per_step / pass_tokens:.0%}"
+        show(f"train on it ({plan.step_seconds * steps:.0f} s here, reads {share})", **more)
 
 
 def main(argv: list[str] | None = None) -> int:

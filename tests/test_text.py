@@ -436,9 +436,10 @@ def test_the_printed_command_trains(size, sequences, doc_bytes, here, capsys, mo
 
 def test_the_size_follows_from_the_time_of_a_step():
     """The largest size whose run fits. If none does, the smallest one reads a part of the text."""
-    assert text.choose_run(60, [0.03, 0.1, 0.5], [490, 480, 470]) == (1, 480)
-    assert text.choose_run(600, [0.03, 0.1, 0.5], [490, 480, 470]) == (2, 470)
-    assert text.choose_run(60, [0.03], [15_000]) == (0, 2000)
+    plans = [text.Plan({}, steps, seconds, "") for steps, seconds in ((490, 0.03), (480, 0.1), (470, 0.5))]
+    assert text.choose_run(60, plans) == (plans[1], 480) and text.choose_run(600, plans) == (plans[2], 470)
+    long = text.Plan({}, 15_000, 0.03, "")
+    assert text.choose_run(60, [long]) == (long, 2000)
     small, *_, large = text.SIZES
     assert [text.choose_epochs(n, small) for n in (1024, 28_672, 299_999, 300_000)] == [48, 2, 2, 1]
     assert [text.choose_epochs(n, large) for n in (8192, 28_672, 40_960, 299_999)] == [4, 2, 1, 1]

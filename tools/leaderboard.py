@@ -245,10 +245,6 @@ def format_chain(records: list[results.Record], refuse: Callable[[str], None] = 
     if not bases:
         return ""
 
-    def find_product(folder: Path) -> float:
-        """Of the ratios from the first record of its chain on."""
-        return links_of[folder][0].ratio * find_product(bases[folder]) if folder in bases else 1.0
-
     def list_chain(folder: Path) -> list[Path]:
         """From the first record to this one."""
         return [*(list_chain(bases[folder]) if folder in bases else ()), folder]
@@ -256,11 +252,12 @@ def format_chain(records: list[results.Record], refuse: Callable[[str], None] = 
     text = CHAIN_HEAD
     for folder in sorted({*bases, *bases.values()}, key=list_chain):
         record, links = by_folder[folder], links_of.get(folder, [])
+        product = math.prod(links_of[other][0].ratio for other in list_chain(folder)[1:])
         measured = "<br>".join(
             f"{link.format()}{', not shown to be faster' * (link.high >= 1)}: {link.machine}"
             for link in links)
         seconds = f"{time_runs(record):.1f} s: {results.format_machine(record.results[0])}"
-        text += f"| [{folder.name}]({record.name}) | {measured} | {find_product(folder):.3f} | {seconds} |\n"
+        text += f"| [{folder.name}]({record.name}) | {measured} | {product:.3f} | {seconds} |\n"
     return text + "\n"
 
 
