@@ -29,24 +29,10 @@ with require_packages():
 LADDER = results.RECORDS / "laptop" / "2026-11-21_ladder"
 
 
-def read_presets(ladder: Path) -> tuple[dict[str, str], set[str]]:
-    """(preset of each rung in order, rungs with more seeds), from ladder.toml or from the script's LADDER.
-
-    In a LADDER the first and the last rung have more seeds.
-    """
-    rungs = results.read_ladder(ladder)
-    if rungs:
-        return ({name: rung["preset"] for name, rung in rungs.items()},
-                {name for name, rung in rungs.items() if rung.get("has_more_seeds")})
-    presets = {name[11:]: f"laptop_{name}" for name in results.load_script(ladder).LADDER}
-    return {"target": "laptop_target", **presets}, {next(iter(presets)), list(presets)[-1]}
-
-
-def plan_runs(presets: dict[str, str], ends: set[str], seeds: int, end_seeds: int
-              ) -> list[tuple[str, str, int]]:
-    """(rung, preset, seed) of each run in order. The rungs in ends have more seeds."""
-    return [(name, preset, seed) for seed in range(max(seeds, end_seeds))
-            for name, preset in presets.items() if seed < (end_seeds if name in ends else seeds)]
+def plan_runs(rungs: dict[str, dict], seeds: int, end_seeds: int) -> list[tuple[str, str, int]]:
+    """(rung, preset, seed) of each run in order. rungs: of a ladder.toml."""
+    return [(name, rung["preset"], seed) for seed in range(max(seeds, end_seeds))
+            for name, rung in rungs.items() if seed < (end_seeds if rung.get("has_more_seeds") else seeds)]
 
 
 def strip_log(log: str, result: dict) -> str:
@@ -77,34 +63,32 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--seeds", type=at_least(1), default=3, help="seeds of each rung")
     parser.add_argument("--end_seeds", type=at_least(1), default=8,
-                        help="seeds of the first and the last rung")
+                        help="seeds of rungs with has_more_seeds in ladder.toml")
     parser.add_argument("--only", default="", help="rungs, as a,b: their names without date")
-    parser.add_argument("--ladder", type=Path, default=LADDER, help="folder of a script with a LADDER")
+    parser.add_argument("--ladder", type=Path, default=LADDER,
+                        help="folder of a train_gpt.py and a ladder.toml")
     parser.add_argument("--extra", type=shlex.split, default="",
                         help="further options of train_gpt.py, for trials")
     parser.add_argument("--logs_dir", type=Path, default=results.ROOT / "logs" / "trials",
                         help="folder of the trials (default %(default)s)")
     args = parser.parse_args()
     script = args.ladder / "train_gpt.py"
-    frozen = results.load_script(args.ladder) if script.exists() else None
-    if frozen is None or not results.read_ladder(args.ladder) and not hasattr(frozen, "LADDER"):
-        raise RecordError(f"--ladder={args.ladder} has no train_gpt.py with a LADDER: give {LADDER}")
-    presets, ends = read_presets(args.ladder)
-    only = {name for name in args.only.split(",") if name} or set(presets)
-    for name in only - set(presets):
-        raise RecordError(f"--only={name} is not a rung: choose among {', '.join(sorted(presets))}")
+    rungs = results.read_ladder(args.ladder)
+    if not rungs:
+        raise RecordError(f"--ladder={args.ladder} has no ladder.toml: give {LADDER}")
+    only = {name for name in args.only.split(",") if name} or set(rungs)
+    for name in only - set(rungs):
+        raise RecordError(f"--only={name} is not a rung: choose among {', '.join(sorted(rungs))}")
     ladder, source = args.ladder.resolve(), script.read_bytes()
     if args.extra:
         digest = hashlib.sha256(source + shlex.join(args.extra).encode()).hexdigest()[:8]
         ladder = args.logs_dir.resolve() / ladder.parent.name / f"{ladder.name}_{digest}"
         ladder.mkdir(parents=True, exist_ok=True)
-        for file in (script, args.ladder / "ladder.toml"):
-            if file.exists():
-                shutil.copy(file, ladder)
+        for name in ("train_gpt.py", "ladder.toml"):
+            shutil.copy(args.ladder / name, ladder)
     done = {name: results.find_done(ladder / name) for name in only}
     runs = [(name, seed, [f"--preset={preset}", f"--record={name}", *args.extra])
-            for name, preset, seed in plan_runs(presets, ends, args.seeds, args.end_seeds)
-            if name in only]
+            for name, preset, seed in plan_runs(rungs, args.seeds, args.end_seeds) if name in only]
     for name in sorted({name for name, seed, _ in runs if done[name] and seed not in done[name]}):
         differences = replay.find_differences(results.read_record(ladder / name).results[0])
         if differences:

@@ -16,13 +16,12 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import Parser, RecordError, list_visible, require_packages, run_guarded, warn
 
 with require_packages():
-    from scipy import stats
+    import scipy.stats  # noqa: F401  # results.py imports it later
 
     import train_gpt as gpt
     from tools import plot, results
@@ -42,7 +41,7 @@ TARGET_NOTE = """The target is {target:g} nats per byte. It is the mean loss of 
 {n} seeds, rounded to two decimals, with a standard deviation of {sd:.3f}. This record is not tested against
 its own target. The tests of other records treat the target as exact. Machine: {machine}.
 
-{claims}
+{claim}
 """
 PUBLISHED_NOTES = {"shakespeare": """\
 The text is tiny Shakespeare. The target is {target:g} nats per character. It is the loss that nanoGPT's
@@ -57,46 +56,17 @@ training sequences at random. Its figures, as published:
 | 6 layers, width 384, 10.65 M parameters | one A100 | 5,000 steps of 16,384 tokens, 3 minutes | 1.4697 |
 | 4 layers, width 128 | CPU of a MacBook | 2,000 steps of 768 tokens, 3 minutes | 1.88 |
 
-{claims}
+{claim}
 """}
-LADDER_NOTE = """### {title}
-
-Every rung is a preset of the ladder's script. `<date>_<name>` is the published record.
-`laptop_<date>_<name>` applies its change to the laptop's sizes and takes a minute on two cores.
-
-```
-python records/{ladder}/train_gpt.py --list_presets
-python records/{ladder}/train_gpt.py --preset=2024-11-10_unet_skips
-python records/{ladder}/train_gpt.py --preset=laptop_2024-11-10_unet_skips
-./run.sh tools/replay.py records/{ladder}/unet_skips
-./run.sh tools/ladder.py --only=unet_skips --seeds=4
-```
-
-The fourth line repeats a rung's record, and the fifth gives the rung a fourth seed. On another machine than
-the rung's, both stop with an error before any run. With `--extra`, which adds options, `ladder.py` makes
-a trial in `logs/trials` and does not change the ladder. The script reads `data/` and writes `logs/` in the
-current folder. On eight GPUs use `torchrun --standalone --nproc_per_node=8` instead of `python`.
-
-The script has an error: in 2024-12-08 and 2024-12-17 the cooldown takes 580 and 584 steps instead of the
-published 600. `--cooldown_frac=0.4054` and `0.4027` correct it.
-
-All rungs train on {tokens:,} tokens of the source of PyTorch. Machine: {machine}.
-The ladder has a separate target, {target:g}: the mean loss of the first rung after {target_tokens:,} tokens,
-rounded to two decimals. This takes {target_minutes:.1f} minutes of training. It is measured with the preset
-`laptop_target` over {n} seeds, with a standard deviation of {sd:.3f}.
-
-- Losses are in nats per byte.
-- p is a one-sided t-test of the mean against the ladder's target.
-- "Against the rung before" is paired by seed, and has a 95 % confidence interval.
-- "To target" is interpolated between validations. It is the median if all seeds reach the target.
-- "Here" is the verdict for this small model, corrected for the {num_effects} effects of the table: {helps}
-  help, {hurts} hurt, and no effect is shown for the rest. A change can help a model a hundred times larger,
-  on eight hundred times the tokens, and not this one. Three seeds only show effects of several standard
-  deviations.
-"""
 LADDER_HEAD = """
-| rung | published change | min on 8xH100 | n | loss | sd | p | against the rung before \
-| steps to target | s to target | here |
+The target of this ladder is {target:g}: the mean loss of [{name}]({name}) over {n} seeds, rounded to two
+decimals, with a standard deviation of {sd:.3f}. p is a one-sided t-test of the mean against it. "Against
+the rung before" is paired by seed. "Here" is the verdict on it, corrected for the {num_effects} effects of
+the table. Seconds to the target are interpolated between validations, and the median if all seeds reach it.
+Machine: {machine}.
+
+| rung | preset | what it adds | n | loss | sd | p | training s | s to the target \
+| against the rung before | here |
 |---|---|---|---|---|---|---|---|---|---|---|
 """
 OTHERS_HEAD = """
@@ -109,42 +79,17 @@ INCIDENTS_HEAD = """
 Some runs were interrupted or corrected. They count as all runs do:
 
 """
-BLOCKS_HEAD = """### {title}
-
-This is record 89 at a small size, block by block. Every rung is a preset of
-[its script](laptop/{folder}/train_gpt.py) and contains all earlier rungs. Machine: {machine}.
-
-A run of `{first_name}` takes {first:.0f} s of training, and a run of `{last_name}` {last:.0f} s.
-Paired by seed, the loss of `{last_name}` is lower by {effect}. It is lower for {num_lower} seeds of {n}:
-p = {signed_rank:.4f} by Wilcoxon's signed-rank test, and {p} by the t-test, which assumes normal values.
-The standard deviation of its loss is {sd:.3f}.
-It reaches the mean loss of `{first_name}` after {crossing:.0f} s (median).
-
-In the table, p is a one-sided t-test of the mean against the track's target. "Here" is the verdict against
-the rung before, corrected for the {num_effects} effects of the table.
-
-```
-./run.sh tools/ladder.py --ladder=records/laptop/{folder}
-```
-
-![record 89, block by block](frontier.svg)
-
-| rung | preset | what it adds | n | loss | sd | p | training s | s to the target \
-| against the rung before | here |
-|---|---|---|---|---|---|---|---|---|---|---|
-"""
 README_PICTURE = """\
 The picture above. Left: the published records on 8xH100, where `train_gpt.py` has not been timed. The last
 one is record {last}. Right: small recipes on two cores, median and range of the seeds. The colors mark the
 published records {numbers}, and the small recipe with the mechanisms of each. The processors differ.
 """
-LADDER_PICTURE = """
+PICTURE = """\
 ![Left: published minutes to 3.28, by day. Right: validation loss against seconds, of recipes in miniature](\
 ladder.svg)
 
 Left: the [published](published.csv) records of the short track with a known day, in minutes on 8xH100.
-Right: median and range of the seeds of a record. Three of frontier's four blocks are drawn, `constants` to
-`tables`. The fourth shows no effect at this size.
+Right: median and range of the seeds of a record.
 
 """
 CURVES = {  # of the picture: label, its place (seconds, loss), number and label of the published record
@@ -174,21 +119,6 @@ PRESETS_HEAD = """\
 | preset | track | layers, width | parameters | n-gram table, in rows | steps | training tokens |
 |---|---|---|---|---|---|---|
 """
-
-
-class Rung(NamedTuple):
-    """A rung of the laptop ladder as it was run."""
-
-    name: str
-    change: str
-    minutes: float  # published
-    record: results.Record
-    summary: results.Summary
-    effect: results.Estimate | None  # against the rung before
-    verdict: str  # on the effect
-    num_reached: int  # runs that reached the target
-    steps: float  # to the target, median. nan if a run does not reach it
-    seconds: float
 
 
 def find_arrival(record: results.Record, target: float | None) -> tuple[int, float, float]:
@@ -261,23 +191,6 @@ def format_chain(records: list[results.Record], refuse: Callable[[str], None] = 
     return text + "\n"
 
 
-def read_rungs(records: list[results.Record], ladder: Path, target: float,
-               refuse: Callable[[str], None] = results.fail) -> list[Rung]:
-    """The rungs of a ladder among a track's records, in the order of the ladder's script.
-
-    refuse() gets a line for each rung on another machine or other data than the first.
-    """
-    by_folder = {record.folder: record for record in records}
-    rungs = {ladder / name[11:]: (name, rung)  # without its date
-             for name, rung in results.load_script(ladder).LADDER.items()}
-    kept = keep_comparable([by_folder[folder] for folder in rungs if folder in by_folder], "times", refuse)
-    return [Rung(name, rung.change, rung.minutes, record,
-                 results.summarize(list(record.losses.values()), target), effect, verdict,
-                 *find_arrival(record, target))
-            for record, effect, verdict in zip(kept, *compare_rungs(kept))
-            for name, rung in [rungs[record.folder]]]
-
-
 def format_p(p: float) -> str:
     """A p-value with few digits."""
     return "" if math.isnan(p) else "< 0.0001" if p < 1e-4 else f"{p:.4f}" if p < 0.1 else f"{p:.2f}"
@@ -287,19 +200,6 @@ def format_effect(effect: results.Estimate) -> str:
     """A difference and, with several seeds, its interval."""
     interval = "" if math.isnan(effect.low) else f" [{effect.low:+.3f}, {effect.high:+.3f}]"
     return f"{effect.mean:+.3f}{interval}"
-
-
-def format_rung(rung: Rung) -> str:
-    """A row of the ladder's table."""
-    misses = math.isnan(rung.steps)
-    cells = (
-        f"[{rung.name}]({rung.record.name})", rung.change,
-        f"{rung.minutes:g}", rung.summary.n, f"{rung.summary.mean:.3f}", f"{rung.summary.sd:.3f}",
-        format_p(rung.summary.p),
-        format_effect(rung.effect) if rung.effect else "",
-        f"{rung.num_reached} of {rung.summary.n} reach it" if misses else f"{rung.steps:.0f}",
-        "" if misses else f"{rung.seconds:.1f}", rung.verdict)
-    return f"| {' | '.join(map(str, cells))} |\n"
 
 
 def format_test(record: results.Record, target: float | None, setting: results.Record | None) -> str:
@@ -333,28 +233,24 @@ def make_readme(records_dir: Path, refuse: Callable[[str], None] = results.fail
         setting = results.find_setting(records)
         records = keep_comparable(records, "losses", refuse, setting)
         target = results.find_target(track, records)
-        ladder_setting = next((r for r in reversed(records) if r.folder.name == "target"), None)
-        ladder_target = ladder_setting and results.find_target(track, [ladder_setting])
-        found = []
-        if ladder_setting:
-            found = read_rungs(records, ladder_setting.folder.parent, ladder_target, refuse)
         text += f"\n## {track}\n\n"
         if setting:
             text += format_target(setting, target, records)
         elif track in PUBLISHED_NOTES:
-            text += PUBLISHED_NOTES[track].format(target=target, claims=format_claims(records, target),
+            text += PUBLISHED_NOTES[track].format(target=target, claim=format_claim(records, target),
                                                   **results.TRACK_VALIDATION[track])
         text += format_chain(records, refuse)
-        if found:
-            picture = choose_curves(records), target
-            text += format_ladder(found, ladder_setting, ladder_target, picture[0])
-            blocks_of_pages["ladder"] = format_lines(target, records, picture[0])
-        blocks = read_blocks(records, refuse)
-        if blocks:
-            text += format_blocks(*blocks, target)
-        shown = [rung.record for rung in found] + list(blocks[1].values() if blocks else ())
-        others = [r for r in records if r not in shown]
-        text += "### Other records\n" if found else ""
+        curves = choose_curves(records)
+        if curves:
+            picture = curves, target
+            text += format_picture(curves)
+            blocks_of_pages["ladder"] = format_lines(target, records, curves)
+        ladders = list_ladders(records, refuse)
+        for folder, rungs in ladders.items():
+            of_ladder = [record for record in records if record.folder.parent == folder]
+            text += format_ladder(folder, rungs, results.find_setting(of_ladder) or setting)
+        others = [record for record in records if not any(record in rungs for rungs in ladders.values())]
+        text += "### Other records\n" if ladders else ""
         text += OTHERS_HEAD + "".join(format_other(record, target, setting) for record in others)
         incidents = [f"- {record.name}: {record.incidents}.\n" for record in records if record.incidents]
         text += INCIDENTS_HEAD * bool(incidents) + "".join(incidents)
@@ -364,69 +260,49 @@ def make_readme(records_dir: Path, refuse: Callable[[str], None] = results.fail
     return text, blocks_of_pages, picture
 
 
-def read_blocks(records: list[results.Record], refuse: Callable[[str], None] = results.fail
-                ) -> tuple[Path, dict[str, results.Record]] | None:
-    """(folder, records by rung in its order) of the newest ladder with a ladder.toml.
+def list_ladders(records: list[results.Record], refuse: Callable[[str], None] = results.fail
+                 ) -> dict[Path, list[results.Record]]:
+    """The rungs of each ladder by its folder, in the order of its ladder.toml.
 
     refuse() gets a line for each rung on another machine or other data than the first.
     """
     by_folder = {record.folder: record for record in records}
-    for folder in sorted({record.folder.parent for record in records}, reverse=True):
-        folders = [folder / name for name in results.read_ladder(folder)]
-        rungs = [by_folder[rung] for rung in folders if rung in by_folder]
-        if len(rungs) > 1:
-            return folder, {record.folder.name: record for record in keep_comparable(rungs, "times", refuse)}
-    return None
+    ladders = {}
+    for folder in sorted({record.folder.parent for record in records}):
+        names = [name for name, rung in results.read_ladder(folder).items() if "change" in rung]
+        rungs = [by_folder[folder / name] for name in names if folder / name in by_folder]
+        if rungs:
+            ladders[folder] = keep_comparable(rungs, "times", refuse)
+    return ladders
 
 
-def format_blocks(folder: Path, blocks: dict[str, results.Record], target: float | None) -> str:
-    """The note and the table of a ladder with a ladder.toml, and the ablation.md of its folder."""
-    rungs, text, ablation = results.read_ladder(folder), "", folder / "ablation.md"
-    first_name, first = next(iter(blocks.items()))
-    last_name, last = [(name, record) for name, record in blocks.items()
-                       if rungs[name].get("has_more_seeds")][-1]
-    setting = results.find_setting(list(blocks.values()))
-    effects, verdicts = compare_rungs(list(blocks.values()))
-    for (name, record), effect, verdict in zip(blocks.items(), effects, verdicts):
+def format_ladder(folder: Path, rungs: list[results.Record], setting: results.Record) -> str:
+    """The table of a ladder, and the notes.md of its folder. setting: the record that sets its target."""
+    target = results.find_target(setting.results[0]["track"], [setting])
+    summary = results.summarize(list(setting.losses.values()))
+    text, notes = f"### {folder.name}\n\n", folder / "notes.md"
+    text += notes.read_text() if notes.exists() else ""
+    text += LADDER_HEAD.format(target=target, name=setting.name, n=summary.n, sd=summary.sd,
+                               num_effects=len(rungs) - 1,
+                               machine=results.format_machine(rungs[0].results[0]))
+    for record, effect, verdict in zip(rungs, *compare_rungs(rungs)):
+        rung = results.read_ladder(folder)[record.folder.name]
         summary = results.summarize(list(record.losses.values()))
         num_reached, _, seconds = find_arrival(record, target)
-        cells = (f"[{name}]({record.name})", f"`{rungs[name]['preset']}`", rungs[name]["change"], summary.n,
+        cells = (f"[{record.folder.name}]({record.name})", f"`{rung['preset']}`", rung["change"], summary.n,
                  f"{summary.mean:.3f}", f"{summary.sd:.3f}", format_test(record, target, setting),
                  f"{time_runs(record):.0f}",
                  f"{num_reached} of {summary.n} reach it" if math.isnan(seconds) else f"{seconds:.0f}",
                  format_effect(effect) if effect else "", verdict)
         text += f"| {' | '.join(map(str, cells))} |\n"
-    goal = statistics.mean(first.losses.values())
-    crossings = [results.find_crossing(result, goal) for result in last.results]
-    effect = results.compare(first, last)
-    gains = [first.losses[seed] - last.losses[seed] for seed in sorted(first.losses.keys() & last.losses)]
-    return BLOCKS_HEAD.format(
-        title=folder.name, folder=folder.name, machine=results.format_machine(first.results[0]),
-        first_name=first_name, first=time_runs(first), last=time_runs(last),
-        last_name=last_name, effect=format_effect(effect).replace("+", ""),
-        n=effect.n, p=format_p(effect.p), num_lower=sum(gain > 0 for gain in gains),
-        signed_rank=stats.wilcoxon(gains).pvalue, sd=results.summarize(list(last.losses.values())).sd,
-        crossing=statistics.median(crossing[1] if crossing else math.inf for crossing in crossings),
-        num_effects=len(blocks) - 1
-    ) + text + (f"\n{ablation.read_text()}" if ablation.exists() else "") + "\n"
+    return f"{text}\n"
 
 
-def format_ladder(rungs: list[Rung], setting: results.Record, target: float, curves: list[plot.Curve]
-                  ) -> str:
-    """The note, the picture and the table of the ladder."""
-    picture = LADDER_PICTURE + "".join(
+def format_picture(curves: list[plot.Curve]) -> str:
+    """The picture, and the record of each of its curves."""
+    return PICTURE + "".join(
         f"- {curve.label}: [{curve.record.name}]({curve.record.name}), {len(curve.record.results)} seeds; "
-        f"{results.format_machine(curve.record.results[0])}.\n" for curve in curves)
-    tokens = [record.results[0]["config"]["derived"]["train_tokens"]
-              for record in (rungs[-1].record, setting)]
-    summary, verdicts = results.summarize(list(setting.losses.values())), [rung.verdict for rung in rungs]
-    note = LADDER_NOTE.format(tokens=tokens[0], target=target, target_tokens=tokens[1], n=summary.n,
-                              sd=summary.sd, target_minutes=time_runs(setting) / 60,
-                              machine=results.format_machine(setting.results[0]),
-                              title=setting.folder.parent.name, ladder=setting.name.removesuffix("/target"),
-                              num_effects=len(rungs) - 1, helps=verdicts.count("helps"),
-                              hurts=verdicts.count("hurts"))
-    return f"{note}{picture}{LADDER_HEAD}{''.join(map(format_rung, rungs))}\n"
+        f"{results.format_machine(curve.record.results[0])}.\n" for curve in curves) + "\n"
 
 
 def time_runs(record: results.Record) -> float:
@@ -442,47 +318,35 @@ def choose_curves(records: list[results.Record]) -> list[plot.Curve]:
                                                       CURVES.items()) if name in by_name]
 
 
-def find_fastest(records: list[results.Record], target: float) -> list[results.Record]:
-    """For each machine the record that reaches the target first, with a mean below it at p < 0.01.
-
-    All of its runs reach the target. The record that sets the target makes no claim.
-    """
-    fastest: list[tuple[float, results.Record]] = []  # one per machine
+def find_newest(records: list[results.Record], target: float) -> results.Record | None:
+    """The newest record whose runs all reach the target, with a mean below it at p < 0.01. The record that
+    sets the target makes no claim."""
     setting = results.find_setting(records)
-    for record in records:
-        seconds = find_arrival(record, target)[2]
-        p = results.summarize(list(record.losses.values()), target).p
-        if record is setting or math.isnan(seconds) or not p < 0.01:
-            continue
-        for place, (least, other) in enumerate(fastest):
-            if not results.find_differences(record, other, "times"):
-                fastest[place] = min((least, other), (seconds, record), key=lambda pair: pair[0])
-                break
-        else:
-            fastest.append((seconds, record))
-    return [record for _, record in fastest]
+    return next((record for record in reversed(records)
+                 if record is not setting and not math.isnan(find_arrival(record, target)[2])
+                 and results.summarize(list(record.losses.values()), target).p < 0.01), None)
 
 
-def format_claims(records: list[results.Record], target: float, prefix: str = "") -> str:
-    """The records that reach the target first, a line for each machine."""
-    lines = []
-    for record in find_fastest(records, target):
-        summary = results.summarize(list(record.losses.values()), target)
-        p, seconds = format_p(summary.p), find_arrival(record, target)[2]
-        lines.append(f"- [`{record.folder.name}`]({prefix}{record.name}) reaches it after "
-                     f"{seconds:.0f} s of training (median) and ends at {summary.mean:.3f} after "
-                     f"{time_runs(record):.0f} s. It has {summary.n} seeds with a standard deviation of "
-                     f"{summary.sd:.3f}, p {p if p.startswith('<') else f'= {p}'}. Machine: "
-                     f"{results.format_machine(record.results[0])}.\n")
-    return "".join(lines) or "No record reaches it yet with p < 0.01.\n"
+def format_claim(records: list[results.Record], target: float, prefix: str = "") -> str:
+    """The newest record that reaches the target."""
+    record = find_newest(records, target)
+    if record is None:
+        return "No record reaches it yet with p < 0.01.\n"
+    summary, seconds = results.summarize(list(record.losses.values()), target), find_arrival(record, target)[2]
+    p = format_p(summary.p)
+    return (f"The newest record, [`{record.folder.name}`]({prefix}{record.name}), reaches it after "
+            f"{seconds:.0f} s of training (median) and ends at {summary.mean:.3f} after "
+            f"{time_runs(record):.0f} s. It has {summary.n} seeds with a standard deviation of "
+            f"{summary.sd:.3f}, p {p if p.startswith('<') else f'= {p}'}. Machine: "
+            f"{results.format_machine(record.results[0])}.\n")
 
 
 def format_target(setting: results.Record, target: float, records: list[results.Record]) -> str:
-    """The origin of a track's target, and the claims on it."""
+    """The origin of a track's target, and the record that reaches it."""
     summary = results.summarize(list(setting.losses.values()))
     return TARGET_NOTE.format(target=target, name=setting.name, n=summary.n, sd=summary.sd,
                               machine=results.format_machine(setting.results[0]),
-                              claims=format_claims(records, target))
+                              claim=format_claim(records, target))
 
 
 def format_lines(target: float, records: list[results.Record], curves: list[plot.Curve]) -> str:
@@ -492,7 +356,7 @@ def format_lines(target: float, records: list[results.Record], curves: list[plot
                                   numbers=f"{', '.join(numbers)} and {last}")
     track = records[0].results[0]["track"]
     return (f"{intro}Track `{track}` has a target of {target:g} nats per byte:\n"
-            f"{format_claims(records, target, 'records/')}")
+            f"{format_claim(records, target, 'records/')}")
 
 
 def format_presets() -> str:
@@ -534,11 +398,6 @@ def main() -> int:
         warn("drawing ladder")
         plot.plot_ladder(*picture, args.records_dir / "ladder")
         written += [f"{args.records_dir / 'ladder'}.svg"]
-    blocks = read_blocks(records, lambda line: None)
-    if blocks:
-        warn("drawing frontier")
-        plot.plot_times(blocks[1], args.records_dir / "frontier")
-        written.append(f"{args.records_dir / 'frontier'}.svg")
     root = args.records_dir.resolve().parent
     for page in [*list_visible(root, "README.md"), *list_visible(root, "docs/*.md")]:
         filled = fill_blocks(page.read_text(), blocks_of_pages)

@@ -8,7 +8,7 @@ Folders: validation loss against training time and against tokens, with a line f
 folder, and a dashed target. Results: also the training loss, thin, and each run is named by the options in
 which the runs differ. Runs with --telemetry_every: four panels each, with losses, gradient norms and
 update ratios by parameter group, and the time of a step, which older scripts divided into parts.
-leaderboard.py draws its pictures with plot_ladder() and plot_times().
+leaderboard.py draws its picture with plot_ladder().
 """
 
 import csv
@@ -260,15 +260,14 @@ def plot_runs(paths: list[Path], out: Path) -> None:
     save(figure, out)
 
 
-def draw_seeds(panel: plt.Axes, record: results.Record, colour: str, label: str | None = None,
-               linestyle: str = "-") -> None:
+def draw_seeds(panel: plt.Axes, record: results.Record, colour: str, linestyle: str) -> None:
     """Loss against training time: the median of the seeds, in a band that contains all of them."""
     validations = list(zip(*(result["val_points"] for result in record.results)))[1:]  # without step 0
     losses = [[loss for _, loss, _ in seeds] for seeds in validations]
     seconds = [statistics.median(ms / 1000 for _, _, ms in seeds) for seeds in validations]
     panel.fill_between(seconds, [min(seeds) for seeds in losses], [max(seeds) for seeds in losses],
                        color=colour, alpha=0.18, linewidth=0)
-    panel.plot(seconds, [statistics.median(seeds) for seeds in losses], color=colour, label=label,
+    panel.plot(seconds, [statistics.median(seeds) for seeds in losses], color=colour,
                linestyle=linestyle)
 
 
@@ -277,16 +276,6 @@ def add_legend(panel: plt.Axes, columns: int = 3) -> matplotlib.legend.Legend:
     return panel.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, fontsize=8,
                         borderaxespad=0.1, labelspacing=0.2, columnspacing=1.2, handlelength=1.1,
                         handletextpad=0.5)
-
-
-def plot_times(records: dict[str, results.Record], out: Path) -> None:
-    """Loss against training time: a line for each record, by name, in a band of its seeds."""
-    figure, panel = plt.subplots(figsize=(8, 4), layout="constrained")
-    for (name, record), colour in zip(records.items(), itertools.cycle(COLOURS)):
-        draw_seeds(panel, record, colour, f"{name} ({len(record.results)} seeds)")
-    panel.set(xlabel="seconds of training", ylabel="validation loss", xlim=(0, None))
-    add_legend(panel)
-    save(figure, out)
 
 
 def plot_ladder(curves: list[Curve], target: float, out: Path) -> None:
@@ -299,7 +288,7 @@ def plot_ladder(curves: list[Curve], target: float, out: Path) -> None:
     draw_published(panels[0], curves)
     for curve in curves:
         is_elsewhere = results.find_differences(curve.record, curves[0].record, "times")
-        draw_seeds(panels[1], curve.record, curve.colour, linestyle="--" if is_elsewhere else "-")
+        draw_seeds(panels[1], curve.record, curve.colour, "--" if is_elsewhere else "-")
         panels[1].text(*curve.place, curve.label, color=curve.colour, va="center", fontweight="bold",
                        bbox=ON_WHITE)
     panels[1].axhline(target, color=INK, linestyle=":", linewidth=1.2)

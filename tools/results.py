@@ -86,10 +86,8 @@ def find_script(folder: Path) -> Path:
 
 
 def read_ladder(folder: Path) -> dict[str, dict]:
-    """The rungs of a folder's ladder.toml as {name: preset, change, has_more_seeds, sets_target}.
-
-    Empty if the folder has none.
-    """
+    """The rungs of a folder's ladder.toml as {name: preset, change, has_more_seeds, sets_target}. Empty if
+    the folder has none. One without a change is no rung: it only sets the target."""
     path = folder / "ladder.toml"
     return tomllib.loads(path.read_text()) if path.exists() else {}
 
@@ -273,15 +271,11 @@ def find_target(track: str, records: list[Record]) -> float | None:
 
 
 def find_setting(records: list[Record]) -> Record | None:
-    """The record that sets the target of its track. None if the target is published.
-
-    It is the rung marked sets_target, or named target, in the newest ladder with either.
-    """
+    """The record that sets the target of its track: marked sets_target in the newest ladder that has one.
+    None if the target is published."""
     return next((record for record in reversed(records)
                  if record.results[0]["track"] not in PUBLISHED_TARGETS
-                 and (record.folder.name == "target"
-                      or read_ladder(record.folder.parent).get(record.folder.name, {}).get("sets_target"))
-                 ), None)
+                 and read_ladder(record.folder.parent).get(record.folder.name, {}).get("sets_target")), None)
 
 
 def find_own_target(record: Record) -> tuple[float | None, bool]:
