@@ -13,9 +13,9 @@ call.
 Errors are relative to float64 with equal inputs, for the first tokens. `rounding` is the error of the exact
 result in the dtype of the output. `sums` is the error of an FP8 kernel with float32 output.
 
-Without a GPU nothing is timed: the kernels are compiled for --card, and --variants emulates FP8 sums. With
-TRITON_INTERPRET=1 Triton's interpreter computes errors on the CPU, with float32 in place of bfloat16. It
-halves FP8 numbers that round up to a power of two.
+Without a GPU nothing is timed: the kernels are compiled for --card. With TRITON_INTERPRET=1 Triton's
+interpreter computes errors on the CPU, with float32 in place of bfloat16. It halves FP8 numbers that round
+up to a power of two.
 """
 
 import json
@@ -483,30 +483,7 @@ def compile_all(args: Namespace, cfg: gpt.Config) -> dict:
             found += [row for row in observer.kernels if row["kernel"].startswith("triton_tem")]
             rows += [row | dict(name=case.name, shape=case.shape) for row in found]
             observer.kernels.clear()
-    return dict(hardware=card.name, torch=torch.__version__, triton=triton.__version__,
-                fp8_sums=emulate_sums(cfg.model_dim) if args.variants else {}, kernels=rows)
-
-
-def emulate_sums(inner: int) -> dict[str, dict[str, float]]:
-    """Errors of FP8 sums of `inner` products, moved to float32 after 128 products and at the end, if 32
-    products and the sum are cut to 13 bits below the largest of them (DeepSeek-V3, arXiv 2412.19437).
-    shrinks: by which part of itself the result is too small."""
-    found = {}
-    for every in (128, inner):
-        torch.manual_seed(0)
-        x = gpt.quantize(torch.randn(128, inner), E5M2, 2.0**-3).values.float()
-        w = gpt.quantize(torch.randn(inner, 128), E4M3).values.float()
-        exact, total, part = x.double() @ w.double(), torch.zeros(128, 128), torch.zeros(128, 128, 1)
-        for start in range(0, inner, 32):
-            terms = torch.cat((x[:, None, start : start + 32] * w.T[:, start : start + 32], part), dim=2)
-            unit = torch.exp2(torch.frexp(terms.abs().amax(2, keepdim=True))[1] - 14.0)
-            part = ((terms / unit).trunc() * unit).sum(2, keepdim=True)
-            if (start + 32) % every == 0:
-                total, part = total + part[:, :, 0], torch.zeros_like(part)
-        rounding = compare(exact, exact.abs().max() / 57344, total.to(E5M2))["rounding"]
-        found[f"{every} products"] = dict(error=compare(exact, 1, total)["error"], rounding=rounding,
-                                          shrinks=1 - float((total * exact).sum() / exact.square().sum()))
-    return found
+    return dict(hardware=card.name, torch=torch.__version__, triton=triton.__version__, kernels=rows)
 
 
 def format_table(result: dict) -> str:
@@ -521,9 +498,6 @@ def format_table(result: dict) -> str:
     for row in result["kernels"]:
         cells = [form.format(row[name]) if name in row else "" for name, form in show.items()]
         lines.append(f"| {row['name']} | {row['shape']} | {' | '.join(cells)} |")
-    for name, errors in result.get("fp8_sums", {}).items():
-        words = ", ".join(f"{key} {value:.1e}" for key, value in errors.items())
-        lines += ["", f"FP8 sums of {name}, emulated, not measured: {words}"]
     return "\n".join(lines)
 
 

@@ -4,17 +4,11 @@
     ./run.sh benchmarks/step.py --preset=laptop  # a table, with --json FILE and --trace FILE
     ./run.sh benchmarks/step.py --preset=laptop --compare='--compile=on'   # the ratio of two configs
     torchrun --standalone --nproc_per_node=8 benchmarks/step.py --num_steps=60
-    ./run.sh benchmarks/step.py --predict_ranks=8  # a simulated step on 8 devices like this one
-    ./run.sh benchmarks/step.py --preset=record_92 --data_ranks=1,8 --num_steps=120   # only the data thread
 
 Takes the options of train_gpt.py. Warms up as a real run does, and times each step of a short run through
 all stages. Two configs are interleaved step by step. A few more steps under the profiler give the parts of a
-step. On a GPU the kernels are sorted by name, and the ten longest are listed. After the steps the output of
-each layer is measured. Missing shards are replaced by random tokens, whose steps take equal time.
-
-With --data_ranks nothing is trained. Each rank of these numbers of ranks makes its batches, one after the
-other. The figures are medians of CPU time in one thread, which other processes hardly change, of the slowest
-rank. Random tokens have more distinct rows than text.
+step. On a GPU the kernels are sorted by name, and the ten longest are listed. Missing shards are replaced by
+random tokens, whose steps take equal time.
 """
 
 import dataclasses
@@ -32,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import Parser, RecordError, at_least, output_file, require_packages, run_guarded, warn
+from tools.common import Parser, at_least, output_file, require_packages, run_guarded, warn
 
 with require_packages():
     import numpy as np
@@ -42,7 +36,7 @@ with require_packages():
     from tqdm import tqdm
 
     import train_gpt as gpt
-    from benchmarks import common, simulate_ranks
+    from benchmarks import common
     from data.text import write_shard
 
 PROFILED_STEPS = 3
@@ -63,7 +57,6 @@ KERNEL_KINDS = {
     "NCCL": "^nccl"}
 NUM_LONGEST = 10  # listed kernels
 TRITON_FORMS = "qkv_kernel", "cross_entropy", "relu2_mlp"  # with our Triton kernels
-LAYER_TOKENS = 2048  # tokens for which the layers are measured
 
 
 class TimedBatches:
@@ -290,94 +283,6 @@ def break_down(subject: Subject, trace: Path | None) -> tuple[dict[str, float], 
 
 
 @torch.no_grad()
-def measure_layers(subject: Subject) -> list[dict]:
-    """Mean, standard deviation and largest absolute value of each layer's output, for validation tokens.
-
-    The layers run as they are written, without torch.compile, which would ignore the hooks.
-    """
-    trainer, rt, cfg, data, rows = subject.trainer, subject.rt, subject.cfg, subject.val_data, []
-
-    def measure(_block: torch.nn.Module, _inputs: tuple, x: torch.Tensor) -> None:
-        x = x.float()
-        rows.append(dict(mean=x.mean().item(), std=x.std().item(), max=x.abs().max().item()))
-
-    tokens = data.read_batch(0)[:1, : LAYER_TOKENS + 1]
-    batch = gpt.make_batch(tokens, data.bos)
-    batch = gpt.add_plans(batch, [tokens] * rt.world_size, rt.comm.rank, cfg)  # all ranks read equal rows
-    num_tokens, state = len(batch.inputs), trainer.schedule.at(cfg.num_iterations)
-    step_inputs = gpt.make_step_inputs(state, num_tokens, num_tokens, cfg, rt.device)
-    hooks = [block.register_forward_hook(measure) for block in trainer.model.blocks]
-    trainer.optimizer.finish()
-    with torch.compiler.set_stance("force_eager"):
-        trainer.model.run_layers(gpt.move_batch(batch, rt.device), step_inputs, trainer.val_ops)
-    for hook in hooks:
-        hook.remove()
-    return rows
-
-
-def predict(subject: Subject, num_ranks: int, bus_gb_per_s: float) -> dict:
-    """Simulate a step of the last stage on num_ranks devices like this one, in milliseconds per step.
-
-    This device computes the work of rank 0. simulate_ranks.py simulates the collectives in their real order.
-    """
-    cfg, rt = subject.cfg, subject.rt
-    if rt.world_size > 1:
-        raise RecordError("--predict_ranks starts from one rank: run it without torchrun")
-    gpt.check_world_size(cfg, num_ranks)
-    one_of_many = dataclasses.replace(rt, comm=gpt.Comm(0, num_ranks))
-    events = simulate_ranks.record_cycle(cfg, one_of_many, subject.data)
-    played, steps = simulate_ranks.play(events, bus_gb_per_s), cfg.longest_period
-    longest = sorted(played.pop("exposed").items(), key=lambda row: -row[1])
-    exposed = {name: ms / steps for name, ms in longest}
-    return dict(ranks=num_ranks, bus_gb_per_s=bus_gb_per_s, latency_ms=simulate_ranks.LATENCY_MS,
-                exposed=exposed, **{name: value / steps for name, value in played.items()})
-
-
-def time_batches(data: gpt.TrainData, rank: int, num_ranks: int) -> list[float]:
-    """Median milliseconds that a rank needs to make the batches of a step, by stage."""
-    batches = data.batches(gpt.Comm(rank, num_ranks), 0, data.cfg.num_iterations)
-    medians = []
-    for stage, start, end in data.schedule.stage_ranges():
-        count, _ = gpt.divide_step(data.cfg, num_ranks, stage)
-        times = []
-        for _ in range(start, end):
-            begin = time.thread_time()
-            for _ in range(count):
-                next(batches)
-            times.append(1e3 * (time.thread_time() - begin))
-        medians.append(float(np.median(times)))
-    return medians
-
-
-def measure_data(args: Namespace, argv: list[str]) -> None:
-    """Time the data thread for each number of ranks, print a table, write the JSON."""
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        cfg, rt, name = prepare(argv, args.num_steps, folder, None)
-        data, rows = gpt.TrainData(cfg, gpt.Schedule(cfg)), []
-        for num_ranks in args.data_ranks:
-            gpt.check_world_size(cfg, num_ranks)
-            ranks = [time_batches(data, rank, num_ranks)
-                     for rank in tqdm(range(num_ranks), desc=f"{num_ranks} ranks", disable=not rt.is_main)]
-            for number, (stage, _, _) in enumerate(data.schedule.stage_ranges(), 1):
-                count, _ = gpt.divide_step(cfg, num_ranks, stage)
-                ms = [medians[number - 1] for medians in ranks]
-                rows.append(dict(ranks=num_ranks, stage=number, micro_batches=count, ms=max(ms),
-                                 ms_by_rank=ms))
-        result = dict(common.describe_run(rt), data=name, cpu=gpt.describe_machine(rt)["hardware"]["cpu"],
-                      data_thread=rows)
-    lines = [f"{result['cpu']}, PyTorch {result['torch']}, {name}", "",
-             "| ranks | stage | micro-batches | CPU ms a step | a micro-batch |", "|---:" * 5 + "|"]
-    lines += [f"| {row['ranks']} | {row['stage']} | {row['micro_batches']} | {row['ms']:.2f} | "
-              f"{row['ms'] / row['micro_batches']:.2f} |" for row in rows]
-    common.write_report("\n" + "\n".join(lines), result, args.json)
-
-
-def list_counts(text: str) -> list[int]:
-    """Numbers of ranks, separated by commas."""
-    return [at_least(1)(number) for number in text.split(",")]
-
-
 def format_report(result: dict) -> str:
     """Everything measured, as Markdown."""
     lines = [f"{result['ranks']} x {result['hardware']}, PyTorch {result['torch']}, {result['data']}", "",
@@ -417,19 +322,6 @@ def format_report(result: dict) -> str:
                       "| kernel | kind | calls a step | ms a step |", "|---|---|---:|---:|"]
             lines += [f"| `{kernel['name'][:90]}` | {kernel['kind']} | {kernel['calls']:.0f} | "
                       f"{kernel['ms']:.1f} |" for kernel in run["longest_kernels"]]
-    for run in result["runs"]:
-        lines += ["", f"Outputs of the layers after the steps, {run['flags']}:", "",
-                  "| layer | mean | standard deviation | largest |", "|---|---:|---:|---:|"]
-        lines += [f"| {number} | {row['mean']:.4f} | {row['std']:.3f} | {row['max']:.2f} |"
-                  for number, row in enumerate(run["layers"])]
-    if "prediction" in result:
-        p = result["prediction"]
-        lines += ["", f"{p['ranks']} devices like this one at {p['bus_gb_per_s']:g} GB/s and "
-                  f"{1e3 * p['latency_ms']:g} us, simulated: {p['ms']:.2f} ms a step, "
-                  f"{p['computing_ms']:.2f} of computing, {p['exposed_ms']:.2f} of waiting for "
-                  f"{p['sent_mb']:,.0f} MB", "",
-                  "| waits for | ms a step |", "|---|---:|",
-                  *(f"| {name} | {ms:.2f} |" for name, ms in list(p["exposed"].items())[:8])]
     return "\n".join(lines)
 
 
@@ -477,13 +369,10 @@ def measure(args: Namespace, argv: list[str]) -> None:
             before = count_graphs()
             figures["parts"], figures["longest_kernels"] = break_down(
                 subject, args.trace if subject is subjects[0] else None)
-            figures["layers"] = measure_layers(subject)
             runs.append(figures)
         result = dict(common.describe_run(rt), data=data, runs=runs)
         if len(runs) == 2:
             result |= compare(*subjects)
-        if args.predict_ranks:
-            result["prediction"] = predict(subjects[0], args.predict_ranks, args.bus_gb_per_s)
         if rt.is_main:
             common.write_report("\n" + format_report(result), result, args.json)
         rt.comm.close()
@@ -499,15 +388,9 @@ def main() -> int:
     parser.add_argument("--trace", type=output_file, metavar="FILE",
                         help="write the profile for chrome://tracing")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write everything as JSON")
-    parser.add_argument("--predict_ranks", type=at_least(1), metavar="N",
-                        help="simulate a step on N devices like this one")
-    parser.add_argument("--bus_gb_per_s", type=at_least(1e-6, float), default=simulate_ranks.BUS_GB_PER_S,
-                        help="bandwidth for --predict_ranks, from benchmarks/comm.py")
-    parser.add_argument("--data_ranks", type=list_counts, metavar="N,M",
-                        help="only time the data thread of a rank, for these numbers of ranks")
     args, rest = parser.parse_known_args()
 
-    return run_guarded(lambda: (measure_data if args.data_ranks else measure)(args, rest))
+    return run_guarded(lambda: measure(args, rest))
 
 
 if __name__ == "__main__":

@@ -366,7 +366,10 @@ def test_the_newest_claim_is_one_that_holds(make_record):
 def test_curves_of_records_and_of_plain_runs_are_drawn(real_record, tool, tmp_path):
     """A line is named by the options that differ."""
     first = results.read_record(real_record).results[0]
-    assert plot.count_tokens(real_record, first) == [0, 2 * 512 / 1e6, 4 * 512 / 1e6]
+    assert plot.count_tokens(first, [0, 2, 4]) == [0, 2 * 512 / 1e6, 4 * 512 / 1e6]
+    stages = [dict(tokens_per_step=100), dict(tokens_per_step=None)]
+    stepped = dict(config=dict(derived=dict(stage_ends=[3, 10]), stages=stages, tokens_per_step=50))
+    assert plot.count_tokens(stepped, [2, 5]) == [200 / 1e6, 400 / 1e6]
     other, lr = copy.deepcopy(first), first["config"]["groups"]["matrix"]["lr"]
     other["config"]["groups"]["matrix"]["lr"], other["config"]["seed"] = 0.5, 7
     assert plot.name_runs([first, other]) == [f"seed=0, matrix_lr={lr}", "seed=7, matrix_lr=0.5"]
@@ -378,7 +381,7 @@ def test_curves_of_records_and_of_plain_runs_are_drawn(real_record, tool, tmp_pa
         assert tool(plot, *paths, f"--out={tmp_path}/{name}.svg")[0] == 0
         assert (tmp_path / f"{name}.svg").stat().st_size > 1000
     status, _, err = tool(plot, *[plain[0]] * 13, f"--out={tmp_path}/many")
-    assert status == 0 and "the first 12 of 13 runs have colours" in err
+    assert status == 0 and "the first 12 of 13 lines have colours" in err
     picture = (tmp_path / "many.svg").read_text()
     assert picture.count("stroke-dasharray") >= 2 * 6 and picture.count(f"stroke: {plot.GREY}") >= 2
     assert tool(plot, ROOT / "presets/d12.json", f"--out={tmp_path}/d")[0] == 2 and not (tmp_path / "d.svg").exists()

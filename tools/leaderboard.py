@@ -332,7 +332,8 @@ def format_claim(records: list[results.Record], target: float, prefix: str = "")
     record = find_newest(records, target)
     if record is None:
         return "No record reaches it yet with p < 0.01.\n"
-    summary, seconds = results.summarize(list(record.losses.values()), target), find_arrival(record, target)[2]
+    summary = results.summarize(list(record.losses.values()), target)
+    seconds = find_arrival(record, target)[2]
     p = format_p(summary.p)
     return (f"The newest record, [`{record.folder.name}`]({prefix}{record.name}), reaches it after "
             f"{seconds:.0f} s of training (median) and ends at {summary.mean:.3f} after "

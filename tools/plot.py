@@ -4,10 +4,10 @@
     ./run.sh tools/plot.py logs/*.json --out=curves
     ./run.sh tools/plot.py logs/*.jsonl --out=runs
 
-Folders: validation loss against training time and against tokens, with a line for each run, a color for each
-folder, and a dashed target. Results: also the training loss, thin, and each run is named by the options in
-which the runs differ. Runs with --telemetry_every: four panels each, with losses, gradient norms and
-update ratios by parameter group, and the time of a step, which older scripts divided into parts.
+Folders and results: validation loss, and thin the training loss, against training time and against tokens. A
+folder has one color, and the target is dashed. Single results are named by the options in which they differ.
+Runs with --telemetry_every: four panels each, with losses, gradient norms and update ratios by parameter
+group, and the time of a step, which older scripts divided into parts.
 leaderboard.py draws its picture with plot_ladder().
 """
 
@@ -92,22 +92,14 @@ def read_published() -> list[Published]:
                 for row in csv.DictReader(file)]
 
 
-def count_tokens(folder: Path, result: dict) -> list[float]:
-    """Millions of training tokens at each validation of a run, counted by its script."""
-    script = results.load_script(folder)
-    if hasattr(script, "config_from_dict"):
-        cfg = script.config_from_dict(result["config"])
-    else:  # laptop/2026-11-21_first, the oldest
-        cfg = script.make_config({**script.parse_argv(result["argv"])[0], "preset": result["preset"]})
-    return count_tokens_at(script.Schedule(cfg), cfg, [step for step, _, _ in result["val_points"]])
-
-
-def count_tokens_at(schedule, cfg, steps: list[int]) -> list[float]:
-    """Millions of training tokens before each of these steps."""
-    is_old = not hasattr(schedule, "stage_ranges")
-    ranges = schedule.spans() if is_old else schedule.stage_ranges()
-    return [sum((stage.tokens_per_step or cfg.tokens_per_step) * max(0, min(end, step) - start)
-                for stage, start, end in ranges) / 1e6 for step in steps]
+def count_tokens(result: dict, steps: list[int]) -> list[float]:
+    """Millions of training tokens before each of these steps. Stages of older results have one size."""
+    config = result["config"]
+    ends = config["derived"].get("stage_ends") or [config["num_iterations"]]
+    sizes = [stage["tokens_per_step"] or config["tokens_per_step"] for stage in config["stages"]]
+    ranges = list(zip(sizes, [0, *ends], ends))
+    return [sum(size * max(0, min(end, step) - start) for size, start, end in ranges) / 1e6
+            for step in steps]
 
 
 def save(figure: plt.Figure, out: Path) -> None:
@@ -118,47 +110,32 @@ def save(figure: plt.Figure, out: Path) -> None:
     plt.close(figure)
 
 
-def plot_curves(records: list[results.Record], target: float | None, out: Path) -> None:
-    """Loss against time and against tokens."""
+def plot_curves(groups: list[tuple[str, list[dict]]], target: float | None, out: Path) -> None:
+    """Validation and training loss against time and against tokens: one color for each group of runs."""
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for index, record in enumerate(records):
-        for result in record.results:
-            steps, losses, milliseconds = zip(*result["val_points"])
-            name = record.name if result is record.results[0] else None
-            seconds, tokens = [ms / 1000 for ms in milliseconds], count_tokens(record.folder, result)
-            for panel, xs in zip(panels, (seconds, tokens)):
-                panel.plot(xs[1:], losses[1:], color=f"C{index % 10}", linewidth=1, label=name)
+    if len(groups) > 2 * len(COLOURS):
+        warn(f"the first {2 * len(COLOURS)} of {len(groups)} lines have colours, the others are grey")
+    styles = [(style, colour) for style in (".-", ".:") for colour in COLOURS]
+    styles += [(".-", GREY)] * len(groups)
+    for (name, runs), (style, colour) in zip(groups, styles):
+        for result in runs:
+            steps, losses, milliseconds = zip(*(point for point in result["val_points"] if point[0]))
+            numbers, values = zip(*result.get("train_points") or [(0, None)])  # older results have none
+            values = [math.nan if value is None else value for value in values]  # a gap
+            size = min(LOSSES, len(values))
+            means = [statistics.mean(values[end - size : end]) for end in range(size, len(values) + 1)]
+            numbers = numbers[size - 1 :]
+            times = np.interp(numbers, [0, *steps], [0, *milliseconds]) / 1000
+            for panel, xs, train_xs in (
+                    (panels[0], np.array(milliseconds) / 1000, times),
+                    (panels[1], count_tokens(result, steps), count_tokens(result, numbers))):
+                panel.plot(train_xs, means, color=colour, linewidth=0.6, alpha=0.6)
+                panel.plot(xs, losses, style, color=colour, linewidth=1.2,
+                           label=name if result is runs[0] else None)
     for panel, label in zip(panels, ("training time (s)", "training tokens (millions)")):
         panel.set_xlabel(label)
         if target is not None:
             panel.axhline(target, color=GREY, linestyle="--", linewidth=1)
-    panels[0].set_ylabel("validation loss")
-    panels[0].legend(frameon=False)
-    save(figure, out)
-
-
-def plot_results(paths: list[Path], out: Path) -> None:
-    """Validation and training loss of finished runs against time and against tokens."""
-    runs = [read_result(path) for path in paths]
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    if len(runs) > 2 * len(COLOURS):
-        warn(f"the first {2 * len(COLOURS)} of {len(runs)} runs have colours, the others are grey")
-    styles = [(style, colour) for style in (".-", ".:") for colour in COLOURS]
-    for result, name, (style, colour) in zip(runs, name_runs(runs),
-                                             itertools.chain(styles, itertools.repeat((".-", GREY)))):
-        cfg = gpt.config_from_dict(result["config"])
-        steps, losses, milliseconds = zip(*result["val_points"])
-        numbers, values = zip(*result["train_points"])
-        values = [math.nan if value is None else value for value in values]  # a gap
-        means = [statistics.mean(values[max(0, end - LOSSES) : end]) for end in range(1, len(values) + 1)]
-        tokens = count_tokens_at(gpt.Schedule(cfg), cfg, [*steps, *numbers])
-        seconds = np.interp(numbers, [0, *steps], [0, *milliseconds]) / 1000
-        for panel, xs, train_xs in ((panels[0], np.array(milliseconds) / 1000, seconds),
-                                    (panels[1], tokens[: len(steps)], tokens[len(steps) :])):
-            panel.plot(train_xs, means, color=colour, linewidth=0.6, alpha=0.6)
-            panel.plot(xs, losses, style, color=colour, linewidth=1.2, label=name)
-    for panel, label in zip(panels, ("training time (s)", "training tokens (millions)")):
-        panel.set_xlabel(label)
     panels[0].set_ylabel("loss: validation, and training (thin)")
     lines, names = panels[1].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", frameon=False, fontsize=7)
@@ -334,7 +311,8 @@ def main() -> None:
     if all(path.suffix == ".jsonl" for path in args.paths):
         plot_runs(args.paths, out)
     elif all(path.suffix == ".json" for path in args.paths):
-        plot_results(args.paths, out)
+        runs = [read_result(path) for path in args.paths]
+        plot_curves([(name, [run]) for name, run in zip(name_runs(runs), runs)], None, out)
     else:
         for path in args.paths:
             if not path.is_dir():
@@ -351,7 +329,7 @@ def main() -> None:
             target, _ = results.find_own_target(records[0])
         except RecordError as error:
             warn(f"no target is drawn: {error}")
-        plot_curves(records, target, out)
+        plot_curves([(record.name, record.results) for record in records], target, out)
     print(f"{out}.svg")
 
 
