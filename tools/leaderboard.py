@@ -356,7 +356,7 @@ def format_lines(target: float, records: list[results.Record], curves: list[plot
     intro = README_PICTURE.format(last=plot.read_published()[-1].record,
                                   numbers=f"{', '.join(numbers)} and {last}")
     track = records[0].results[0]["track"]
-    return (f"{intro}Track `{track}` has a target of {target:g} nats per byte:\n"
+    return (f"{intro}Track `{track}` has a target of {target:g} nats per byte.\n"
             f"{format_claim(records, target, 'records/')}")
 
 
