@@ -5,6 +5,7 @@
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # of `sh run.sh`
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)  # relative paths in options start in the current folder
+[[ $# == 0 ]] || set -- "${1#"$root"/}" "${@:2}"  # a tool may have its whole path
 
 # Waiting threads free their core after 1000 spins. glibc keeps freed activations for the next step
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}

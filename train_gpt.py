@@ -3092,7 +3092,8 @@ def choose_fast_forms(cfg: Config, rt: Runtime):
             continue
         off = [name for name in names if function in FORMS[name]]
         names = [name for name in names if name not in off]
-        lines.append(f"{function} was edited: without fast forms {', '.join(off) or '(it has none here)'}")
+        lines.append(f"{function} was edited: " + (f"without fast forms {', '.join(off)}" if off else
+                                                   "it had no fast form here"))
 
     # Forms with other results are off: first in float32 up to 1 %, then in this run's dtype and with FP8
     fp8_names = [name for name in names if name in FP8_FORMS]
@@ -4608,7 +4609,9 @@ get_types = functools.cache(typing.get_type_hints)
 
 def look_up(table, name):
     if name not in table:
-        raise ValueError(f"unknown name {name!r}: choose among {', '.join(table)}")
+        near = difflib.get_close_matches(name, table, 1, cutoff=0.8)
+        remedy = f"did you mean {near[0]}?" if near else f"choose among {', '.join(table)}"
+        raise ValueError(f"unknown name {name!r}: {remedy}")
     return table[name]
 
 
@@ -4656,7 +4659,7 @@ def set_option(cfg: Config, name: str, value):
     if name in GROUP_OPTIONS:
         group, field = GROUP_OPTIONS[name]
         return change_groups(cfg, {group: {field: value}})
-    kind = look_up(get_types(Config), name)
+    kind = look_up({**get_types(Config), **GROUP_OPTIONS}, name)
     if isinstance(value, str):
         value = parse_text(value, kind)
     if name == "groups":
@@ -4698,28 +4701,31 @@ def load_preset(name: str):
     """A preset with its parents' values: of PRESETS, presets/NAME.json, or a .json file. The file is a
     preset, the output of --print_config, or the result of a run. With the last two, cfg.preset is the name
     that they contain."""
+    folders = Path(__file__).resolve().parent, Path.cwd()
+    places = [folder / "presets" / f"{name}.json" for folder in folders]
+    path = next(filter(Path.is_file, [*places, Path(name)]), None)
     if name in PRESETS:
+        if path in places:
+            raise RunError(f"{path} has the name of a preset of train_gpt.py: give the file another name", 2)
         parent, _, changes = PRESETS[name]
-    else:
-        folders = Path(__file__).resolve().parent, Path.cwd()
-        places = [folder / "presets" / f"{name}.json" for folder in folders]
-        path = next(filter(Path.is_file, [*places, Path(name)]), None)
-        if path is None:
-            old_name = f"now named {OLD_PRESETS[name]}" if name in OLD_PRESETS else "no preset and no file"
-            files = sorted(path.stem for path in folders[0].glob("presets/*.json"))
-            raise RunError(f"--preset={name} is {old_name}: give {', '.join([*PRESETS, *files])}, or the "
-                           "path of a .json file", 2)
-        try:
-            content = json.loads(path.read_text())
-            if "config" in content or "derived" in content:
-                cfg = config_from_dict(content.get("config", content))
-                return dataclasses.replace(cfg, record="", resume="", out=".")
-            parent, name = content.pop("parent"), path.stem
-            changes = content.get("options", content)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path} is no result, and no preset, as {{\"parent\": \"laptop\", "
-                           f"\"num_layers\": 6}}: {error!r}", 2) from None
-    return change_options(load_preset(parent) if parent else Config(), {**changes, "preset": name})
+        return change_options(load_preset(parent) if parent else Config(), {**changes, "preset": name})
+    if path is None:
+        old_name = f"now named {OLD_PRESETS[name]}" if name in OLD_PRESETS else "no preset and no file"
+        files = sorted(path.stem for path in folders[0].glob("presets/*.json"))
+        raise RunError(f"--preset={name} is {old_name}: give {', '.join([*PRESETS, *files])}, or the "
+                       "path of a .json file", 2)
+    try:
+        content = json.loads(path.read_text())
+        if "config" in content or "derived" in content:
+            cfg = config_from_dict(content.get("config", content))
+            return dataclasses.replace(cfg, record="", resume="", out=".")
+        parent = content.pop("parent")
+        return change_options(load_preset(parent), {**content, "preset": path.stem})
+    except RunError as error:
+        raise RunError(f"{path}: {error}", 2) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{path} is no result, and no preset with a parent, as {{\"parent\": \"laptop\", "
+                       f"\"num_layers\": 6}}: {error!r}", 2) from None
 
 
 def choose_preset(name: str, device: str | None):
@@ -5011,8 +5017,7 @@ def print0(text, rt: Runtime):
 
 
 def print_phase(name, rt: Runtime):
-    if rt.device.type == "cuda":
-        print0(f"{time.perf_counter() - rt.started:.0f} s: {name}", rt)
+    print0(f"{time.perf_counter() - rt.started:.0f} s: {name}", rt)
 
 
 def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]):
@@ -5121,8 +5126,8 @@ class RunLog:
             try:
                 self.tracker = importlib.import_module(name)
             except ImportError as error:
-                raise RunError(f"--tracker={name} needs its package ({error}): pip install {name}",
-                               2) from None
+                raise RunError(f"--tracker={name} needs its package ({error}): {sys.executable} -m pip "
+                               f"install {name}", 2) from None
             if name == "tensorboard":
                 self.tracker = TensorBoard(self.cfg.out)
             self.call_tracker("init", project="train_gpt", name=self.run["run_id"],
@@ -5233,7 +5238,8 @@ class RunLog:
         """Raise RunError if a loss is not finite. With --guard only the final validation is checked."""
         is_last = kind == "validation" and step == self.cfg.num_iterations
         if not math.isfinite(loss) and (not self.cfg.guard or is_last):
-            raise RunError(f"the {kind} loss of step {step} is {loss}: lower the learning rates")
+            remedy = "lower the learning rates" if step else "no step was made, so look at the last edit"
+            raise RunError(f"the {kind} loss of step {step} is {loss}: {remedy}")
 
     @file_errors()
     def finish(self, measured: dict):
@@ -5291,8 +5297,11 @@ def read_metadata(step: Path):
             return json.loads(read_model(step)["metadata"])
         return json.loads((step / "state.json").read_text())
     except Exception as error:  # another file can raise any error
-        raise RunError(f"{step} is no folder step_... of a checkpoint, and no model.pt ({error}). "
-                       "--resume=auto finds the furthest one of this command", 2) from None
+        fault = "does not exist"
+        if step.exists():
+            fault = f"is no folder step_... of a checkpoint, and no model.pt ({error})"
+        raise RunError(f"{step} {fault}. --resume=auto finds the furthest checkpoint of this command",
+                       2) from None
 
 
 def read_model(path: Path):

@@ -266,7 +266,7 @@ def main() -> int:
                         help="largest message (default 256, without GPUs 16)")
     parser.add_argument("--num_steps", type=at_least(1), default=8,
                         help="steps of each kind (default %(default)s)")
-    args, rest = parser.parse_known_args()
+    args, rest = common.parse_known(parser)
     return run_guarded(lambda: measure(args, gpt.parse_argv(rest)))
 
 

@@ -3,6 +3,9 @@
 All comparisons of speed use seconds per token of the whole run. tokens/s, MFU and ratios follow from it.
 """
 
+import argparse
+import dataclasses
+import difflib
 import json
 import statistics
 import time
@@ -40,6 +43,19 @@ def time_token(timed: Iterable[tuple[int, float]], schedule: gpt.Schedule, every
 def find_quartiles(ratios: list[float]) -> list[float]:
     """The lower quartile, the median and the upper quartile."""
     return statistics.quantiles(ratios if len(ratios) > 1 else 2 * ratios, n=4, method="inclusive")
+
+
+def parse_known(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+    """(a benchmark's own options, those for train_gpt.py). A typo of one of its own ends it."""
+    args, rest = parser.parse_known_args()
+    own = [option.lstrip("-") for action in parser._actions for option in action.option_strings]
+    known = {field.name for field in dataclasses.fields(gpt.Config)} | gpt.GROUP_OPTIONS.keys()
+    for word in rest:
+        name = word.partition("=")[0].lstrip("-").replace("-", "_")
+        near = difflib.get_close_matches(name, own, 1, cutoff=0.8)
+        if word.startswith("--") and near and name not in known:
+            parser.error(f"--{name} is not an option: did you mean --{near[0]}?")
+    return args, rest
 
 
 def describe_run(rt: gpt.Runtime) -> dict:

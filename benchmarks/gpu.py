@@ -35,7 +35,7 @@ with require_packages():
     from tqdm import tqdm
 
     import train_gpt as gpt
-    from benchmarks import step
+    from benchmarks import common, step
 
 SECONDS = 530  # for everything
 TOLERANCE = 0.01  # between the losses of fused and plain training
@@ -258,7 +258,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="on the CPU at toy size")
     parser.add_argument("--out", type=Path, default=Path("gpu_day"),
                         help="path without suffix (default %(default)s)")
-    args, options = parser.parse_known_args()
+    args, options = common.parse_known(parser)
 
     def body() -> int:
         if not args.rehearse and not torch.cuda.is_available():

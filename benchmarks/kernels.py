@@ -521,7 +521,7 @@ def main() -> int:
     parser.add_argument("--variants", action="store_true", help="also candidates")
     parser.add_argument("--card", help="compile for this GPU, without having it (default: h100)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write everything as JSON")
-    args, options = parser.parse_known_args()
+    args, options = common.parse_known(parser)
     if not (CARD or torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
         return subprocess.run([sys.executable, __file__, *sys.argv[1:], "--card=h100"]).returncode
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import ROOT, Parser, at_least, require_packages
+from tools.common import ROOT, Parser, at_least, keep_saying, require_packages, run_guarded, warn
 
 with require_packages():
     from benchmarks import simulate_ranks
@@ -60,11 +60,11 @@ def load(card: str, folder: Path, options: list[str]) -> dict:
     words = [re.sub("[^a-z0-9]+", "-", option[2:]) for option in options]
     path = folder / f"{'_'.join([card, *words])}.json"
     if not path.exists():
-        names = [name for name, device in DEVICES.items() if device.code == card]
-        print(f"compiling for {' and '.join(names)} ...", file=sys.stderr, flush=True)
         script = ROOT / "tests" / "cuda_without_gpu" / "cuda_compile.py"
         command = [sys.executable, str(script), card, f"--json={path}", *options]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        warn(f"compiling code for {card}, minutes")
+        with keep_saying("still compiling"):
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             sys.exit(f"roofline.py: {card}: {json.loads(done.stdout or '{}').get('error', 'see above')}")
     return json.loads(path.read_text())
@@ -225,4 +225,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_guarded(main))

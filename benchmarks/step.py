@@ -305,8 +305,8 @@ def format_report(result: dict) -> str:
         lines.append(f"| ms, {name} | " + " | ".join(cells) + " |")
     if len(result["runs"]) == 2:
         low, high = result["ratio_quartiles"]
-        lines += ["", f"second / first, time per token: {result['ratio']:.3f} (quartiles of rounds "
-                  f"{low:.3f} to {high:.3f})"]
+        lines += ["", f"second / first, time per token: {result['ratio']:.3f} in all steps together. "
+                  f"Quartiles of single rounds: {low:.3f} to {high:.3f}"]
     heads = ["part of a step, first stage", *(run["flags"] for run in result["runs"])]
     lines += ["", f"| {' | '.join(heads)} |"]
     lines += ["|---|" + "---|" * len(result["runs"])]
@@ -388,7 +388,7 @@ def main() -> int:
     parser.add_argument("--trace", type=output_file, metavar="FILE",
                         help="write the profile for chrome://tracing")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write everything as JSON")
-    args, rest = parser.parse_known_args()
+    args, rest = common.parse_known(parser)
 
     return run_guarded(lambda: measure(args, rest))
 

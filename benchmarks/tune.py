@@ -7,11 +7,11 @@
 
 Takes the options of train_gpt.py. These and the environment are the plain config. An alternative changes
 options, or variables of the environment that ./run.sh reads. Each config runs in a separate process. It
-trains 20 steps through all stages, then takes turns with the plain config, of about a second and through all
-stages. An alternative is refused if its validation loss after the 20 steps differs by more than rounding. It
-is faster if the upper quartile of its ratios of time per token is below 0.98. Winners that set different
-options are timed once more in combination. FP8 and --dtype change the numerics. They are listed separately
-and never recommended.
+trains 20 steps through all stages. Then it and the plain config train in turn, each for about a second. An
+alternative is refused if its validation loss after the 20 steps differs by more than rounding. It is faster
+if the upper quartile of its ratios of time per token is below 0.98. Winners that set different options are
+timed once more in combination. FP8 and --dtype change the numerics. They are listed separately and never
+recommended.
 """
 
 import ctypes
@@ -34,7 +34,16 @@ from pathlib import Path
 from time import monotonic
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import Parser, Progress, at_least, output_file, require_packages, run_guarded, warn
+from tools.common import (
+    Parser,
+    Progress,
+    at_least,
+    keep_saying,
+    output_file,
+    require_packages,
+    run_guarded,
+    warn,
+)
 
 with require_packages():
     import torch
@@ -230,7 +239,8 @@ class Tuner:
         warn(f"training {NUM_STEPS} steps with the options as given")
         try:
             self.plain = self.launch(())
-            self.facts = self.plain.read(self.left())
+            with keep_saying("the steps go on"):
+                self.facts = self.plain.read(self.left())
         except Failed as error:
             more = f": give more than --seconds={args.seconds:g}" if isinstance(error, Late) else ""
             raise gpt.RunError(f"the plain config fails: {error}{more}", 2) from None
@@ -423,7 +433,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=at_least(1), metavar="N", help="alternatives that start in parallel "
                         "(default: 1 on CPUs, on GPUs up to 4 that fit the memory)")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write everything as JSON")
-    args, options = parser.parse_known_args()
+    args, options = common.parse_known(parser)
 
     def body() -> int:
         result = tune(args, options)

@@ -47,7 +47,7 @@ def test_step_compares_and_profiles(shards, tmp_path):
 
 
 @pytest.mark.parametrize("tool, option", [
-    ("step", "--num_steps=2"), ("step", "--compare='a"), ("step", "--num_step=9"), ("step", "--seq_len=100"),
+    ("step", "--num_steps=2"), ("step", "--compare='a"), ("step", "--num_step=9"), ("gpu", "--second=9"), ("step", "--seq_len=100"),
     ("comm", "--max_mb=-1"),
     ("gpu", "--parts=tests,track_3"), ("gpu", "--seconds=0"), ("gpt2_baseline", "--options=--model_dims=4"),
     ("gpt2_baseline", "--context=10000000"), ("gpt2_baseline", "--num_heads=3"),

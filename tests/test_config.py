@@ -156,12 +156,13 @@ def test_a_preset_file(tmp_path):
     """Its values replace its parent's. Stages may be in another file."""
     (tmp_path / "stages.json").write_text('[{"duration": 1, "window_long": 64, "window_short": 64}]')
     options = dict(num_iterations=7, groups={"head": {"lr": 0.5}}, stages=str(tmp_path / "stages.json"))
-    (tmp_path / "mine.json").write_text(json.dumps(dict(parent="smoke", meaning="", options=options)))
+    (tmp_path / "mine.json").write_text(json.dumps(dict(parent="smoke", **options)))
     cfg = gpt.make_config({"preset": str(tmp_path / "mine.json"), "seed": 3})
     assert (cfg.preset, cfg.num_iterations, cfg.seed, cfg.num_layers) == ("mine", 7, 3, 4)
     assert cfg.groups["head"].lr == 0.5 and cfg.stages == (gpt.Stage(1, 64, 64),)
-    (tmp_path / "mine.json").write_text(json.dumps(dict(parent="smoke", **options)))
-    assert gpt.make_config({"preset": str(tmp_path / "mine.json"), "seed": 3}) == cfg
+    (tmp_path / "mine.json").write_text(json.dumps(dict(parent="smoke", num_layer=3)))
+    with pytest.raises(gpt.RunError, match="mine.json: --num_layer=3: unknown name 'num_layer': did you mean num_layers"):
+        gpt.load_preset(str(tmp_path / "mine.json"))
 
 
 def test_a_result_as_a_preset_repeats_its_config(shards, here):

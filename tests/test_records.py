@@ -465,11 +465,11 @@ def test_a_committed_record_is_whole(record, capsys):
 
 def test_a_replay_compares_losses_and_machines(real_record, monkeypatch):
     """It starts at the first step, also of a resumed run. Here it runs in this process."""
-    def run(command, **_):
+    def run(command, *_, **__):
         assert command[1] == str(real_record.resolve() / "train_gpt.py")
         return SimpleNamespace(returncode=gpt.main(command[2:]), stderr="")
 
-    monkeypatch.setattr(replay, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(replay, "run_training", run)
     result = results.read_record(real_record).results[0]
     loss, other = f"{result['final_val_loss']!r} again, bit for bit", copy.deepcopy(result)
     other["versions"]["torch"] = "1.0"
@@ -499,7 +499,7 @@ def test_the_options_of_a_replay(tmp_path):
 def test_what_is_replayed(make_record, tool, tmp_path, monkeypatch):
     """Runs of this machine, or with --force all. --random adds runs. To replay nothing is a failure."""
     replayed = []
-    monkeypatch.setattr(replay, "replay", lambda folder, result, is_forced: (
+    monkeypatch.setattr(replay, "replay", lambda folder, result, is_forced, _: (
         replayed.append((folder.name, result["seed"])), (True, ""))[1])
     here, there = make_record("here", [1.0, 1.1]), make_record("there", [1.0, 1.1])
     edit_json(there, lambda result: result["hardware"].update(cpu="another"), is_last=False)
@@ -516,7 +516,7 @@ def test_what_is_replayed(make_record, tool, tmp_path, monkeypatch):
         assert tool(replay, there, "--random=2", f"--records_dir={tmp_path}/only")[0] == 0
         assert replayed == [(here.name, 0)]
     assert tool(replay, "--all", f"--records_dir={tmp_path}/only")[1].count("passed over (") == 2
-    monkeypatch.setattr(replay, "replay", lambda folder, result, is_forced: (False, "another loss"))
+    monkeypatch.setattr(replay, "replay", lambda *_: (False, "another loss"))
     assert tool(replay, here)[0] == 1
 
 

@@ -38,8 +38,9 @@ def test_it_lists_runs_and_removes_their_files(names, monkeypatch, capsys):
     ended, stopped = names
     lines = call(monkeypatch, capsys).splitlines()
     row = {line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in lines[2:]}
-    assert row.keys() == set(names) and row[stopped] == ["smoke", "6", "", row[stopped][3], "step 4 |"]
-    assert row[ended][:2] == ["smoke", "2"] and float(row[ended][2]) > 1 and row[ended][4] == " |"
+    assert row.keys() == set(names) and row[stopped] == ["smoke", "6", "", row[stopped][3], "step 4", row[stopped][5]]
+    assert row[ended][:2] == ["smoke", "2"] and float(row[ended][2]) > 1 and row[ended][4] == ""
+    assert "--device=cpu" in row[stopped][5] and "--seed" not in row[stopped][5]
     Path("checkpoints/mine.txt").write_text("not of a run")
     assert "nothing was removed" in call(monkeypatch, capsys, "--keep=0", answer="n\n")
     files = lambda: sorted(path.name for path in Path("checkpoints").rglob("[!.]*") if path.is_file())

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -114,6 +115,47 @@ def find_launcher(is_alone: bool = False) -> str:
     if run_sh := os.environ.get("RUN_SH"):
         return f"{'NPROC=1 ' if is_alone else ''}{shlex.quote(run_sh)}"
     return f"python {shlex.quote(os.path.relpath(ROOT / 'train_gpt.py'))}"
+
+
+@contextmanager
+def keep_saying(line: str) -> Iterator[None]:
+    """Print a line on stderr every ten seconds, while something works that prints nothing."""
+    done = threading.Event()
+
+    def say() -> None:
+        while not done.wait(10):
+            warn(line)
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def read_step(folder: Path) -> str:
+    """The last step in the log of a run below a folder."""
+    lines = [line for path in folder.rglob("*_seed*.txt") for line in path.read_text().splitlines()]
+    steps = [line.split(" ")[0] for line in lines if line.startswith("step:")]
+    return steps[-1] if steps else "before the first step"
+
+
+def run_training(command: list[str], out: Path, show: Callable[[str], None], **options
+                 ) -> subprocess.CompletedProcess:
+    """Run a process that trains. Every five seconds show() gets the last step of its log below out."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    try:
+        while process.returncode is None:
+            try:
+                output, errors = process.communicate(timeout=5)
+            except subprocess.TimeoutExpired:
+                show(read_step(out))
+    finally:
+        process.terminate()  # torchrun ends its ranks
+        process.wait()
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 class Progress:

@@ -19,10 +19,12 @@ It stops when it is decided. After each pair from the 3rd to the 12th, a t-test 
 ratios is made at 0.1 %, for several sides with Holm's correction. Ten looks at 0.1 % have an error of at
 most 1 % together. Finished runs are kept in logs/compare: the same command goes on.
 
---record makes all pairs, and leaves a record of the second side. The folder against_BASE in it has the runs
-of the base. NPROC=8 runs each side on eight GPUs.
+--record makes all pairs, and leaves a record of the second side. The first side must be the folder of the
+record before it. The folder against_BASE in the new one has the runs of the base. NPROC=8 runs each side on
+eight GPUs.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -54,6 +56,7 @@ from tools.common import (
     output_file,
     require_packages,
     run_guarded,
+    run_training,
     warn,
 )
 
@@ -209,6 +212,13 @@ def read_clocks() -> list[tuple[float, float, int]]:
 
 def read_config(side: Side) -> str:
     """The config of a side as JSON. RecordError if its script refuses its options, before hours of runs."""
+    if side.source == (ROOT / "train_gpt.py").read_bytes():
+        try:
+            with contextlib.chdir(ROOT):
+                cfg = gpt.fit_steps(gpt.make_config(gpt.parse_argv(list(side.options))))
+            return json.dumps(gpt.plain_dict(cfg))
+        except gpt.RunError as error:
+            raise RecordError(f"{side.name}: {error}") from None
     with tempfile.TemporaryDirectory() as place:
         script = make_place(side, Path(place))
         command = [sys.executable, str(script), *side.options, "--print_config"]
@@ -238,13 +248,6 @@ def make_place(side: Side, place: Path) -> Path:
     return script
 
 
-def read_step(place: Path) -> str:
-    """The last step in the log of a run."""
-    lines = [line for path in place.glob("logs/*.txt") for line in path.read_text().splitlines()]
-    steps = [line.split(" ")[0] for line in lines if line.startswith("step:")]
-    return steps[-1] if steps else "before the first step"
-
-
 def train(side: Side, seed: int, extra: list[str], folder: Path, show: Callable[[str], None]) -> Run:
     """One run of a side, as a process of its own. RecordError if it fails. folder gets its json and log, and
     show() the step."""
@@ -254,32 +257,29 @@ def train(side: Side, seed: int, extra: list[str], folder: Path, show: Callable[
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
         command = [sys.executable, *(torchrun if num_ranks > 1 else []), str(script), *side.options, *extra,
                    f"--seed={seed}"]
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "cache")}
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         busy = read_busy_seconds()
         load = os.getloadavg()[0]
         clocks = []
         started = time.perf_counter()
-        process = subprocess.Popen(command, cwd=place, env=environment, text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        try:
-            while process.returncode is None:
-                try:
-                    _, errors = process.communicate(timeout=5)
-                except subprocess.TimeoutExpired:
-                    clocks += read_clocks()
-                    show(read_step(Path(place)))
-        finally:
-            process.terminate()  # torchrun ends its ranks
-            process.wait()
+
+        def observe(step: str) -> None:
+            clocks.extend(read_clocks())
+            show(step)
+
+        done = run_training(command, Path(place), observe, cwd=place, env=environment)
         wall = time.perf_counter() - started
         busy = read_busy_seconds() - busy
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        if process.returncode:
-            lines = errors.strip().splitlines() or [""]
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [""]
             own = [line for line in lines if line.startswith("train_gpt.py: ")] or lines
             line = own[-1].removeprefix("train_gpt.py: error: ")
-            raise RecordError(f"{side.name}, seed {seed} ends with status {process.returncode}: {line}")
+            if "Traceback" in done.stderr:
+                (folder / "error.txt").write_text(done.stderr)
+                line += f" (the traceback is in {folder / 'error.txt'})"
+            raise RecordError(f"{side.name}, seed {seed} ends with status {done.returncode}: {line}")
         (path,) = list_visible(Path(place), "logs/*.json")
         log = path.with_suffix(".txt")
         result, lines = json.loads(path.read_text()), log.read_text()
@@ -302,7 +302,8 @@ class Runs:
     """Finished runs, kept in a file."""
 
     def __init__(self, folder: Path):
-        self.folder = folder  # also of their json files and logs
+        self.folder = folder / "logs"  # their json files and logs
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "runs.json"
         self.rows: dict[str, dict] = json.loads(self.path.read_text()) if self.path.exists() else {}
 
@@ -398,20 +399,22 @@ class Comparison:
         rate = results.find_nat_rate([(fewer, more) for fewer, _, more in self.list_base_runs()])
         return results.list_ratios(self.list_pairs(side), rate)
 
-    def describe_side(self, side: Side, target: float | None) -> str:
-        """The row of a side: what it has in place of the base, as ratios, and the difference of the loss."""
+    def measure(self, side: Side, target: float | None) -> dict[str, str]:
+        """What a side has in place of the base, as ratios, and the difference of the loss, as text."""
         pairs = self.list_pairs(side)
-        cells = [side.name, estimate(self.list_ratios(side)).format(3)]
-        for field, digits in (("seconds", 3), ("step_ms", 3), ("processor", 2), ("switches", 2)):
+        cells = {"seconds at equal loss": estimate(self.list_ratios(side)).format(3)}
+        for name, field, digits in (("seconds", "seconds", 3), ("a step", "step_ms", 3),
+                                    ("processor time", "processor", 2), ("context switches", "switches", 2)):
             logs = [math.log(max(1e-9, getattr(run, field)) / max(1e-9, getattr(base, field)))
                     for base, run in pairs]
-            cells.append(estimate(logs).format(digits))
-        cells.append(estimate([run.loss - base.loss for base, run in pairs]).format(4, float))
+            cells[name] = estimate(logs).format(digits)
+        cells["loss, difference"] = estimate([run.loss - base.loss for base, run in pairs]).format(4, float)
         if target is not None:
             crossings = [[results.find_crossing(run._asdict(), target) for run in pair] for pair in pairs]
             logs = [math.log(other[1] / base[1]) for base, other in crossings if base and other]
-            cells.append(f"{estimate(logs).format(3)}, {len(logs)} pairs" if logs else "not reached")
-        return f"| {' | '.join(cells)} |"
+            reached = f"{estimate(logs).format(3)}, {len(logs)} pairs" if logs else "not reached"
+            cells[f"seconds to {target:g}"] = reached
+        return cells
 
     def describe_machine(self) -> list[str]:
         """Lines about the noise, and about what disturbed the runs."""
@@ -473,12 +476,13 @@ class Comparison:
         figure.savefig(path, bbox_inches="tight")
 
 
-    def report(self) -> dict:
+    def report(self, target: float | None = None) -> dict:
         """The figures for --json, which a record keeps of other machines."""
         run = self.runs.get(self.base, self.first_seed)
         result = results.read_result(self.runs.folder / f"{run.run_id}.json")
+        sides = [{**self.judge(side), "measured": self.measure(side, target)} for side in self.others]
         return dict(date=time.strftime("%Y-%m-%d", time.gmtime()), machine=results.format_machine(result),
-                    base=self.base.name, sides=[self.judge(side) for side in self.others])
+                    base=self.base.name, sides=sides)
 
     def leave_record(self, folder: Path, base: Path) -> None:
         """Make the folder of a record: the second side, and the runs of the base in against_BASE."""
@@ -509,14 +513,14 @@ def compare_sides(sides: list[Side], num_pairs: int, first_seed: int = 0, runs_a
     """Run the pairs of sides."""
     machine = json.dumps(gpt.describe_machine(gpt.Runtime()), sort_keys=True)
     warn(f"reading the options of {len(sides)} sides")
-    configs = [read_config(side) for side in sides]
+    configs = [read_config(sides[0])]
     steps = json.loads(configs[0]).get("num_iterations")
     if steps and len({round(scale * steps) for scale in (1, *SCALES)}) < 3:
         raise RecordError(f"{sides[0].name}: --num_iterations={steps} is too few for runs with 0.9 and 1.1 "
                           "of the steps: give 5 or more")
+    configs += map(read_config, sides[1:])
     digest = hashlib.sha256(repr((sides, configs, machine, read_num_ranks())).encode()).hexdigest()[:12]
     folder = ROOT / "logs" / "compare" / digest
-    (folder / "cache").mkdir(parents=True, exist_ok=True)
     comparison = Comparison(sides, folder, first_seed)
     comparison.run_pairs(num_pairs, runs_all)
     return comparison
@@ -559,13 +563,12 @@ def main() -> int:
                                   "after --")
             folder = find_record_folder(args.record, Path(args.sides[0]), sides[1])
         comparison = compare_sides(sides, args.pairs, args.first_seed, bool(folder))
-        header = ["side", "seconds at equal loss", "seconds", "a step", "processor", "context switches",
-                  "loss", *(["seconds to target"] if args.target is not None else [])]
-        print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
-        for side in comparison.others:
-            print(comparison.describe_side(side, args.target))
+        report = comparison.report(args.target)
+        tables = [row["measured"] for row in report["sides"]]
+        print(f"| ratios to the base | {' | '.join(tables[0])} |\n|{'---|' * (1 + len(tables[0]))}")
+        for side, table in zip(comparison.others, tables):
+            print(f"| {side.name} | {' | '.join(table.values())} |")
         print("", *comparison.describe_machine(), sep="\n")
-        report = comparison.report()
         for row in report["sides"]:
             print(f"{row['side']} needs {row['ratio']:.3f} of the time of {comparison.base.name} at equal "
                   f"loss ({row['low']:.3f} to {row['high']:.3f}, {row['pairs']} pairs): {row['verdict']}")
@@ -578,7 +581,7 @@ def main() -> int:
             print(f"record: {folder}. Check it with ./run.sh tools/validate.py {shlex.quote(str(folder))}")
         return 0
 
-    return run_guarded(body, "interrupted. The same command goes on with the next run")
+    return run_guarded(body, "interrupted. The same command goes on")
 
 
 if __name__ == "__main__":

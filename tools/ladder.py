@@ -7,7 +7,7 @@
     ./run.sh tools/ladder.py --only=muon --extra='--matrix_lr=0.03'    # a trial, in logs/trials
 
 The order is seed by seed over all rungs, so that a drift of the machine's speed affects all rungs equally.
-Finished runs are kept. After an interruption the command continues with the interrupted run. Runs with
+Finished runs are kept. After an interruption the same command begins with the interrupted run. Runs with
 --extra make a separate ladder below --logs_dir. A rung of another machine is refused before the first run.
 Choose the number of seeds before you see a result.
 """
@@ -106,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_guarded(main, "interrupted. The same command goes on with the next run"))
+    sys.exit(run_guarded(main, "interrupted. The same command goes on"))

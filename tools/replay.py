@@ -25,20 +25,22 @@ import math
 import random
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import (
     ROOT,
     Parser,
+    Progress,
     RecordError,
     at_least,
     list_visible,
     require_packages,
     run_guarded,
+    run_training,
     warn,
 )
 
@@ -99,11 +101,13 @@ def make_options(folder: Path, result: dict, out: str) -> list[str]:
         "records_dir", "logs_dir", "checkpoint_dir") if name in result["config"])]
 
 
-def replay(folder: Path, result: dict, is_forced: bool = False) -> tuple[bool | None, str]:
-    """(whether all validation losses are equal, a line that reports it). None if the runs differ in kind."""
+def replay(folder: Path, result: dict, is_forced: bool = False, show: Callable[[str], None] = print
+           ) -> tuple[bool | None, str]:
+    """(whether all validation losses are equal, a line that reports it). None if the runs differ in kind.
+    show() gets the step."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, str(results.find_script(folder)), *make_options(folder, result, out)]
-        done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True)
+        done = run_training(command, Path(out), show, cwd=results.ROOT)
         if done.returncode:
             return False, f"ended with status {done.returncode}: {done.stderr.strip()}"
         (path,) = list_visible(Path(out), "**/*.json")
@@ -131,7 +135,8 @@ def repeat_claim(folder: Path, path: Path | None) -> int:
         from tools import compare
     base = results.find_base(folder)
     if base is None:
-        raise RecordError(f"{folder} has no pairs with another record: run tools/compare.py BASE {folder}")
+        raise RecordError(f"{folder} has no pairs with another record. tools/compare.py --record=NAME makes "
+                          "a record that has them")
     record = results.read_record(folder)
     links = results.read_links(record, results.read_record(base))
     sides = [compare.read_side(shlex.quote(str(side)), []) for side in (base, folder)]
@@ -177,15 +182,20 @@ def main() -> int:
                   f"{args.records_dir}")
         chosen += kept if args.all else random.sample(fitting, min(args.random, len(fitting)))
     outcomes, lines = [], [differences for *_, differences in kept if differences]
-    for record, result, differences in tqdm(chosen, unit="run", disable=len(chosen) <= 1 or None):
-        if not differences:
-            tqdm.write(f"{record.name}, seed {result['seed']}: runs again. It took "
-                       f"{result['train_time_ms'] / 1000:.0f} s of training", file=sys.stderr)
-        is_equal, line = (None, f"passed over ({differences})") if differences else (
-            replay(record.folder, result, args.force))
-        outcomes.append(is_equal)
-        lines.append(differences or line)
-        tqdm.write(f"{record.name}, seed {result['seed']}: {line}")
+    with Progress(sum(not differences for *_, differences in chosen)) as progress:
+        for record, result, differences in chosen:
+            name = f"{record.name}, seed {result['seed']}"
+            if differences:
+                is_equal, line = None, f"passed over ({differences})"
+            else:
+                seconds = result["train_time_ms"] / 1000
+                progress.note(f"{name}: runs again. It took {seconds:.0f} s of training")
+                is_equal, line = replay(record.folder, result, args.force,
+                                        lambda step, name=name: progress.show(f"{name}, {step}"))
+                progress.finish(name)
+            outcomes.append(is_equal)
+            lines.append(differences or line)
+            tqdm.write(f"{name}: {line}")
     if all(is_equal is None for is_equal in outcomes):
         why = (f"none of {len(chosen or kept)} runs fits this machine and its data "
                f"({statistics.mode(lines)}): --force runs them on another machine" if lines else
@@ -198,4 +208,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_guarded(main, "interrupted. With --against the same command goes on"))
+    sys.exit(run_guarded(main, "interrupted. The next call begins again, or with --against goes on"))

@@ -11,7 +11,6 @@ import math
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import tomllib
@@ -21,7 +20,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import train_gpt as gpt
-from tools.common import ROOT, Progress, RecordError, list_visible, warn
+from tools.common import ROOT, Progress, RecordError, list_visible, run_training, warn
 
 RECORDS = ROOT / "records"
 PUBLISHED_TARGETS = {"track_1": 3.28, "one_gpu": 3.28, "track_2": 2.92, "shakespeare": 1.4697}
@@ -190,6 +189,8 @@ def read_record(folder: Path, refuse: Callable[[str], None] = fail) -> Record:
             kept[path.name] = result
     if not kept:
         fault = "is no record" if folder.exists() else "does not exist"
+        if digest and paths:
+            fault = "has no run that fits its script"
         raise RecordError(f"{folder} {fault}: give the folder of a run with --record, or of a rung")
     by_seed: dict[int, dict] = {}
     for result in kept.values():
@@ -367,7 +368,7 @@ def check_comparable(ours: Record, theirs: Record, kind: str) -> None:
     if kind == "losses" and ours_tokens != their_tokens:
         found.append(f"val_tokens was {their_tokens}, here {ours_tokens}")
     if found:
-        remedy = "run both on one machine" if kind == "times" else "train and validate both on one text"
+        remedy = "run both on one machine" if kind == "times" else "give both equal data and --val_tokens"
         raise RecordError(f"{ours.folder} is not comparable with {theirs.folder} ({', '.join(found)}): "
                           f"{remedy}")
 
@@ -528,11 +529,13 @@ def run_missing(runs: list[tuple[str, int, list[str]]], find_done: Callable[[str
         for name, seed, options in missing:
             command = [sys.executable, str(script), *options, f"--seed={seed}"]
             command += ["--save_model=off"] if b"save_model" in source else []  # an option of older scripts
-            progress.show(f"{name}, seed {seed}")
-            done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+            label = f"{name}, seed {seed}"
+            progress.show(label)
+            done = run_training(
+                command, cwd, lambda step, label=label: progress.show(f"{label}, {step}"), cwd=cwd)
             if done.returncode:
                 raise RecordError(f"{shlex.join(command)} ended with status {done.returncode}: "
                                   f"{' '.join(done.stderr.split())} (start {program} again to go on)")
             if keep:
                 keep(name, seed)
-            progress.finish(f"{name}, seed {seed}")
+            progress.finish(label)

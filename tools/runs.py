@@ -19,6 +19,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import Parser, RecordError, at_least, list_visible, run_guarded
 
+UNLISTED = ("--preset", "--seed", "--train_files", "--val_files", "--out", "--num_iterations")
+
 
 class Run(NamedTuple):
     """What a run has left."""
@@ -48,9 +50,10 @@ class Run(NamedTuple):
         metadata = self.result or self.read_state()
         config = metadata.get("config", {})
         loss, step = self.result.get("final_val_loss"), self.find_step()
+        options = [word for word in metadata.get("argv", ()) if not word.startswith(UNLISTED)]
         cells = [self.run_id, config.get("preset", ""), f"{config.get('num_iterations', '')}",
                  "" if loss is None else f"{loss:.4f}", f"{self.count_bytes() / 1e6:,.0f}",
-                 "" if step is None else f"step {step}"]
+                 "" if step is None else f"step {step}", " ".join(options)[:80]]
         return f"| {' | '.join(cells)} |"
 
     def read_state(self) -> dict:
@@ -97,7 +100,7 @@ def main() -> int:
         if not args.out.is_dir():
             raise RecordError(f"--out={args.out} is no folder")
         runs = list_runs(args.out)
-        print("| run | preset | steps | loss | MB | resume |\n|---|---|---|---|---|---|")
+        print("| run | preset | steps | loss | MB | resume | options |\n|---|---|---|---|---|---|---|")
         for run in runs:
             print(run.describe())
         for name in set(args.remove) - {run.run_id for run in runs}:

@@ -28,8 +28,7 @@ def make_parser() -> Parser:
     parser.add_argument("--num_samples", type=at_least(1), default=1, help="(default %(default)s)")
     parser.add_argument("--max_new_tokens", type=at_least(1), default=256, help="(default %(default)s)")
     parser.add_argument("--temperature", type=at_least(0, float), default=1.0,
-                        help="0: greedy. With these defaults the words and repetitions of three models were "
-                             "nearest to those of held-out text (default %(default)s)")
+                        help="0: greedy (default %(default)s)")
     parser.add_argument("--top_k", type=at_least(0), default=50, help="draw from the likeliest. 0: all "
                         "(default %(default)s)")
     parser.add_argument("--top_p", type=float, default=0.95,
@@ -173,7 +172,8 @@ def escape_controls(text: str) -> str:
 def read_prompt(text: str, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
     tokens = tokenizer.encode(text) if tokenizer else [int(word) for word in text.split() if word.isdigit()]
     if not tokenizer and len(tokens) < len(text.split()) or not all(token < vocab_size for token in tokens):
-        raise gpt.RunError(f"--prompt={text[:60]}: without tiktoken give token ids below {vocab_size}", 2)
+        fault = "without tiktoken" if vocab_size == 50_257 else "without a tokenizer for this vocabulary"
+        raise gpt.RunError(f"--prompt={text[:60]}: {fault} give token ids below {vocab_size}", 2)
     return tokens
 
 

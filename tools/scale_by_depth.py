@@ -52,7 +52,7 @@ def scale_by_depth(depth: int, rule: str = "muon", tokens_per_param: float = 12.
     batch_scale, width_scale = (batch / 2**19) ** 0.5, (width / 768) ** -0.5
     num_iterations = max(1, int(tokens_per_param * num_params / batch))
     keeps_norm, is_muon = gpt.RULES[rule].keeps_norm, "muon" in rule or rule == "anvil"
-    muonh = json.loads((ROOT / "presets/muonh.json").read_text())["options"]
+    muonh = json.loads((ROOT / "presets/muonh.json").read_text())
     recipe = muonh if keeps_norm else dict(
         lr_warmup_frac=min(0.1, 40 / num_iterations), cooldown_frac=0.65, final_lr_frac=0.05,
         momentum=[0.85, 0.97], momentum_warmup_steps=400, decay="cautious", decay_schedule="cosine",
@@ -77,14 +77,14 @@ def scale_by_depth(depth: int, rule: str = "muon", tokens_per_param: float = 12.
         options["val_seq_len"] = 8192
     parent = gpt.load_preset("record_32")
     rows = {name: leave_out(row, parent.groups[name]) for name, row in groups.items()}
-    return dict(parent="record_32", options=leave_out(options, parent) | dict(
-        groups={name: row for name, row in rows.items() if row}))
+    return {"parent": "record_32", **leave_out(options, parent),
+            "groups": {name: row for name, row in rows.items() if row}}
 
 
 def leave_out(values: dict, parent: object) -> dict:
     """The values that differ from the parent's."""
     same = json.loads(json.dumps(vars(parent), default=vars))
-    return {name: value for name, value in values.items() if value != same[name]}
+    return {name: value for name, value in values.items() if name != "parent" and value != same[name]}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,12 +94,13 @@ def main(argv: list[str] | None = None) -> int:
     def body() -> None:
         preset = scale_by_depth(args.depth, args.rule, args.tokens_per_param, args.tokens_per_step,
                                 args.vocab_size)
-        gpt.check(gpt.change_options(gpt.load_preset("record_32"), preset["options"]))
+        options = {name: value for name, value in preset.items() if name != "parent"}
+        gpt.check(gpt.change_options(gpt.load_preset("record_32"), options))
         path = ROOT / "presets" / f"{args.name or f'd{args.depth}'}.json"
         rows = re.compile(r"{[^][{}]*}|\[[^][{}]*\]")  # innermost objects and lists: one line each
         text = rows.sub(lambda row: re.sub(r"\n\s*", "", re.sub(r",\n\s*", ", ", row[0])),
                         json.dumps(preset, indent=1)) + "\n"
-        if path.exists() and json.loads(path.read_text()) != json.loads(text):
+        if path.stem in gpt.PRESETS or path.exists() and json.loads(path.read_text()) != json.loads(text):
             raise RecordError(f"presets/{path.name} is another preset: give another --name, or remove it")
         gpt.write_atomic(path, text.encode())
         print(f"wrote {path.relative_to(ROOT)}: train with --preset={path.stem}")
