@@ -399,22 +399,23 @@ class Comparison:
         rate = results.find_nat_rate([(fewer, more) for fewer, _, more in self.list_base_runs()])
         return results.list_ratios(self.list_pairs(side), rate)
 
-    def measure(self, side: Side, target: float | None) -> dict[str, str]:
-        """What a side has in place of the base, as ratios, and the difference of the loss, as text."""
+    def measure(self, side: Side, target: float | None) -> dict[str, list[float]]:
+        """What a side has in place of the base: [mean, low, high] of ratios, and of the difference of the
+        loss. Times to the target are of the pairs that reach it."""
         pairs = self.list_pairs(side)
-        cells = {"seconds at equal loss": estimate(self.list_ratios(side)).format(3)}
-        for name, field, digits in (("seconds", "seconds", 3), ("a step", "step_ms", 3),
-                                    ("processor time", "processor", 2), ("context switches", "switches", 2)):
-            logs = [math.log(max(1e-9, getattr(run, field)) / max(1e-9, getattr(base, field)))
-                    for base, run in pairs]
-            cells[name] = estimate(logs).format(digits)
-        cells["loss, difference"] = estimate([run.loss - base.loss for base, run in pairs]).format(4, float)
+        logs = {"seconds at equal loss": self.list_ratios(side)}
+        for name, field in (("seconds", "seconds"), ("a step", "step_ms"), ("processor time", "processor"),
+                            ("context switches", "switches")):
+            logs[name] = [math.log(max(1e-9, getattr(run, field)) / max(1e-9, getattr(base, field)))
+                          for base, run in pairs]
         if target is not None:
             crossings = [[results.find_crossing(run._asdict(), target) for run in pair] for pair in pairs]
-            logs = [math.log(other[1] / base[1]) for base, other in crossings if base and other]
-            reached = f"{estimate(logs).format(3)}, {len(logs)} pairs" if logs else "not reached"
-            cells[f"seconds to {target:g}"] = reached
-        return cells
+            found = [math.log(other[1] / base[1]) for base, other in crossings if base and other]
+            logs[f"seconds to {target:g}, {len(found)} pairs"] = found
+        measured = {name: [*map(math.exp, estimate(values)[1:4])] if values else []
+                    for name, values in logs.items()}
+        measured["loss, difference"] = [*estimate([run.loss - base.loss for base, run in pairs])[1:4]]
+        return measured
 
     def describe_machine(self) -> list[str]:
         """Lines about the noise, and about what disturbed the runs."""
@@ -567,7 +568,8 @@ def main() -> int:
         tables = [row["measured"] for row in report["sides"]]
         print(f"| ratios to the base | {' | '.join(tables[0])} |\n|{'---|' * (1 + len(tables[0]))}")
         for side, table in zip(comparison.others, tables):
-            print(f"| {side.name} | {' | '.join(table.values())} |")
+            cells = ["{:.4f} ({:.4f} to {:.4f})".format(*row) if row else "" for row in table.values()]
+            print(f"| {side.name} | {' | '.join(cells)} |")
         print("", *comparison.describe_machine(), sep="\n")
         for row in report["sides"]:
             print(f"{row['side']} needs {row['ratio']:.3f} of the time of {comparison.base.name} at equal "
