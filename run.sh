@@ -71,7 +71,8 @@ fi
 
 if [[ ${1:-} == test ]]; then
   cd "$root"
-  echo "run.sh: collecting the tests. All of them take about six minutes on two cores" >&2
+  if (($# > 1)); then time=""; else time=". They take about six minutes on two cores"; fi
+  echo "run.sh: collecting the tests$time" >&2
   exec "$python" -m pytest "${@:2}"
 fi
 export RUN_SH=$0  # printed commands start with it

@@ -5060,8 +5060,12 @@ def find_conflict(cfg: Config, run: dict):
         result = json.loads(path.read_text())
         has_key = "key" in result and make_key(result, "seed") == make_key(run, "seed")
         if not has_key or result["hardware"] != run["hardware"]:
-            return (f"--record={cfg.record} has a result of another script, config, data or hardware "
-                    f"({path}): choose another name")
+            ours = json.loads(json.dumps(run["config"]))  # without tuples
+            names = [name for name in ours if name not in ("seed", "derived", *NOT_IN_KEY)
+                     and ours[name] != result["config"].get(name)]
+            names = names or ["script, data or hardware"]
+            return (f"--record={cfg.record} has a result of another {', '.join(names)} ({path}): choose "
+                    "another name")
     return ""
 
 
@@ -5337,11 +5341,13 @@ def open_tensors(step: Path):
 def lock_run(folder: Path):
     """Lock the folder of a run until the returned file is closed. None if another process keeps the lock."""
     file = open(folder / ".lock", "a+b")  # network file systems need a file that is open for writing
-    for _ in range(60):  # seconds
+    for second in range(60):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return file
         except BlockingIOError:
+            if second == 0:
+                print(f"waiting up to 60 s for another process that trains {folder}", file=sys.stderr)
             time.sleep(1)
     file.close()
     return None
@@ -5505,6 +5511,7 @@ class Checkpoints(AbstractContextManager):
         self.is_extra = False  # whether `newest` is removed once the result is written
         self.log, self.rt, self.bos, self.lock = log, rt, bos, None
         self.has_started = False
+        self.found = list_steps(self.folder)  # before the folder is locked
         self.problem = ""  # of the last save, e.g. a full disk
 
     def __exit__(self, *_):
@@ -5530,6 +5537,9 @@ class Checkpoints(AbstractContextManager):
             for step in list_steps(self.folder):
                 if read_step(step) > self.log.progress.step and not is_whole(step, Runtime()):
                     remove_step(step)
+                elif self.newest and step not in self.found:
+                    problem = f"{self.folder} was trained by another process meanwhile: start again"
+        share_problem(problem, self.rt)
         self.has_started = True
 
     def save(self, trainer: Trainer):

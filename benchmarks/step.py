@@ -352,7 +352,11 @@ def measure(args: Namespace, argv: list[str]) -> None:
         if rt.is_main:
             warn("warming up")
         subjects = [Subject(cfg, rt)]
-        subjects += [Subject(*prepare(other, args.num_steps, folder, rt)[:2]) for other in flags[1:]]
+        for other in flags[1:]:
+            other_cfg, other_rt, _ = prepare(other, args.num_steps, folder, rt)
+            if other_rt.dtype == rt.dtype:  # one rate of matmuls for both
+                other_rt = dataclasses.replace(other_rt, peak_flops=rt.peak_flops)
+            subjects.append(Subject(other_cfg, other_rt))
         before = count_graphs()
         for _ in tqdm(range(args.num_steps), desc="steps", disable=not rt.is_main):
             for subject in subjects:

@@ -89,7 +89,7 @@ def test_validate_against_a_table_of_students_t(make_record, tool):
     assert status == 1 and "p = 0.037: not shown to be below" in out
     assert "n = 3, loss 1.1000 +- 0.1000 (best 1.0000)" in out
     status, out, _ = tool(validate, folder, folder, "--target=2.1")
-    assert status == 0 and out.endswith("\n2 below the target at p < 0.01, 0 not shown to be, 0 not tested\n")
+    assert status == 0 and out.endswith("\ntarget: 2 below it at p < 0.01, 0 not shown to be below it, 0 not tested\n")
     assert tool(validate, folder, "--target=0")[0] == 1  # 0 counts as a target
 
 
@@ -359,7 +359,7 @@ def test_the_newest_claim_is_one_that_holds(make_record):
     assert leaderboard.find_newest(records, 1.39).folder.name == "2026-01-01_b_fast"
     seconds = 60 * 4 / 4.39  # from 5.39 to 1.39, of the way to 1.0
     line = leaderboard.format_claim(records, 1.39)
-    assert f"`2026-01-01_b_fast`](laptop/2026-01-01_b_fast), reaches it after {seconds:.0f} s" in line
+    assert f"`2026-01-01_b_fast`](laptop/2026-01-01_b_fast), reaches it after {seconds:.1f} s" in line
     assert leaderboard.format_claim(records[2:], 1.39).startswith("No record reaches it")
 
 

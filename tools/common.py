@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,7 +166,8 @@ class Progress:
         from tqdm import tqdm
 
         self.total, self.done, self.unit, self.lock = total, done, unit, threading.Lock()
-        self.bar = tqdm(total=total, initial=done, unit=unit, disable=None)
+        columns = shutil.get_terminal_size().columns  # 80 if the terminal does not say
+        self.bar = tqdm(total=total, initial=done, unit=unit, disable=None, ncols=columns)
         self.printed = time.monotonic()
 
     def __enter__(self) -> "Progress":

@@ -428,7 +428,7 @@ class Comparison:
         loads = [load for run in runs for load in run.load]
         clocks = [run.clock for run in runs if math.isfinite(run.clock)]
         lines = [f"noise: the time of a step varies by {math.sqrt(statistics.mean(squares)):.1%} (standard "
-                 "deviation) between runs of the base",
+                 "deviation) between the runs of the base with 0.9, 1 and 1.1 of its steps",
                  f"load average {min(loads):.1f} to {max(loads):.1f}"]
         if clocks:
             lines.append(f"clock {min(clocks):.0f} to {max(clocks):.0f} MHz")
@@ -438,8 +438,8 @@ class Comparison:
             lines.append(f"GPU at most {max(degrees):.0f} degrees Celsius, throttle reasons {throttled:#x}")
         disturbed = [run.others for run in runs if run.others > 0.2]
         if disturbed:
-            lines.append(f"in {len(disturbed)} of {len(runs)} runs other processes used up to "
-                         f"{max(disturbed):.1f} cores")
+            lines.append(f"in {len(disturbed)} of the {len(runs)} runs of the pairs other processes used up "
+                         f"to {max(disturbed):.1f} cores")
         for side in self.others:
             base, run = self.list_pairs(side)[0]
             for name, ours in base.choices.items():

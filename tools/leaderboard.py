@@ -336,8 +336,8 @@ def format_claim(records: list[results.Record], target: float, prefix: str = "")
     seconds = find_arrival(record, target)[2]
     p = format_p(summary.p)
     return (f"The newest record, [`{record.folder.name}`]({prefix}{record.name}), reaches it after "
-            f"{seconds:.0f} s of training (median) and ends at {summary.mean:.3f} after "
-            f"{time_runs(record):.0f} s. It has {summary.n} seeds with a standard deviation of "
+            f"{seconds:.1f} s of training (median) and ends at {summary.mean:.3f} after "
+            f"{time_runs(record):.1f} s. It has {summary.n} seeds with a standard deviation of "
             f"{summary.sd:.3f}, p {p if p.startswith('<') else f'= {p}'}. Machine: "
             f"{results.format_machine(record.results[0])}.\n")
 

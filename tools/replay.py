@@ -145,8 +145,9 @@ def repeat_claim(folder: Path, path: Path | None) -> int:
     (here,) = report["sides"]
     measured = links[0] if links else None
     links.append(results.Link(*(here[name] for name in results.Link._fields[:4]), "this machine"))
-    for link in links:
-        print(f"{link.machine}: {link.format()}")
+    labels = [*["claim", *["repeated"] * (len(links) - 2)][: len(links) - 1], "now"]
+    for label, link in zip(labels, links):
+        print(f"{label}: {link.format()} on {link.machine}")
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         gpt.write_atomic(path, f"{json.dumps(report, indent=1)}\n".encode())

@@ -6,7 +6,7 @@
     ./run.sh tools/runs.py --remove=RUN_ID   # of one run. With --yes it does not ask
 
 Logs and results stay. A run that is in use stays as it is. "resume" is the newest step from which a run can
-be continued.
+be continued. "options" are those of its command, without preset, seed, steps, val_files and out.
 """
 
 import fcntl
@@ -14,12 +14,13 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from textwrap import shorten
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import Parser, RecordError, at_least, list_visible, run_guarded
 
-UNLISTED = ("--preset", "--seed", "--train_files", "--val_files", "--out", "--num_iterations")
+UNLISTED = ("--preset", "--seed", "--val_files", "--out", "--num_iterations")
 
 
 class Run(NamedTuple):
@@ -50,10 +51,13 @@ class Run(NamedTuple):
         metadata = self.result or self.read_state()
         config = metadata.get("config", {})
         loss, step = self.result.get("final_val_loss"), self.find_step()
-        options = [word for word in metadata.get("argv", ()) if not word.startswith(UNLISTED)]
+        options = " ".join(word for word in metadata.get("argv", ())
+                           if not word.startswith(UNLISTED) or word.endswith(".json"))
         cells = [self.run_id, config.get("preset", ""), f"{config.get('num_iterations', '')}",
                  "" if loss is None else f"{loss:.4f}", f"{self.count_bytes() / 1e6:,.0f}",
-                 "" if step is None else f"step {step}", " ".join(options)[:80]]
+                 "" if step is None else f"step {step}", shorten(options, 120, placeholder=" ...")]
+        if self.is_used():
+            cells[5] = "in use"
         return f"| {' | '.join(cells)} |"
 
     def read_state(self) -> dict:
@@ -61,16 +65,21 @@ class Run(NamedTuple):
         states = sorted(self.folder.glob("step_*/state.json")) if self.folder else []
         return json.loads(states[-1].read_text()) if states else {}
 
-    def remove(self) -> bool:
-        """Remove its checkpoints and its model. False if a process uses them."""
+    def is_used(self) -> bool:
+        """Whether a process has locked its folder."""
+        if not self.folder or not (self.folder / ".lock").exists():
+            return False
         with open(self.folder / ".lock", "a+b") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return False
-            for path in self.list_files():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        return True
+                return True
+        return False
+
+    def remove(self) -> None:
+        """Remove its checkpoints and its model."""
+        for path in self.list_files():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def list_runs(root: Path) -> list[Run]:
@@ -121,10 +130,11 @@ def main() -> int:
             print("nothing was removed")
             return 0
         for run in chosen:
-            if run.remove():
-                print(f"removed the files of {run.run_id}")
-            else:
+            if run.is_used():
                 print(f"{run.run_id} is in use: its files stay")
+            else:
+                run.remove()
+                print(f"removed the files of {run.run_id}")
         return 0
 
     return run_guarded(body)

@@ -108,8 +108,8 @@ def main() -> int:
                   f"({links[0].machine}): {'faster' if is_faster else 'not shown to be faster'}")
             num_slower += not is_faster
     below, above, untested = map(verdicts.count, (True, False, None))
-    print(f"{below} below the target at p < 0.01, {above} not shown to be, {untested} not tested"
-          + f". {num_slower} not shown to be faster" * (num_slower > 0))
+    print(f"target: {below} below it at p < 0.01, {above} not shown to be below it, {untested} not tested"
+          + f". Record before: {num_slower} not shown to be faster" * (num_slower > 0))
     return int(above + num_slower > 0)
 
 
