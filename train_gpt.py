@@ -787,7 +787,9 @@ class TrainData:
         if len(self.sequences) < self.count_sequences(cfg.num_iterations):
             needed, found = schedule.count_tokens(), sum(sequence.seq_len for sequence in self.sequences)
             remedy = f"--epochs={-(-needed * cfg.epochs // found)}" if found else "a shorter --seq_len"
-            raise RunError(f"--train_files={cfg.train_files} has {found} of the {needed} tokens of this "
+            if cfg.sequence_start != "anywhere":
+                remedy += ", or --sequence_start=anywhere, which passes over no tokens"
+            raise RunError(f"--train_files={cfg.train_files} fills {found} of the {needed} tokens of this "
                            f"run: get more files, lower --num_iterations, or give {remedy}", 2)
 
     def describe_share(self):
@@ -4644,6 +4646,10 @@ def convert(value, kind: type):
         return None if value is None else convert(value, arguments[0])
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         types = get_types(kind)
+        missing = [field.name for field in dataclasses.fields(kind)
+                   if field.default is dataclasses.MISSING and field.name not in value]
+        if missing:
+            raise ValueError(f"the row {value} needs {', '.join(missing)}")
         return kind(**{name: convert(item, look_up(types, name)) for name, item in value.items()})
     if kind is int and isinstance(value, float) and value.is_integer():  # 1e3
         return int(value)
@@ -5063,7 +5069,8 @@ def find_conflict(cfg: Config, run: dict):
             ours = json.loads(json.dumps(run["config"]))  # without tuples
             names = [name for name in ours if name not in ("seed", "derived", *NOT_IN_KEY)
                      and ours[name] != result["config"].get(name)]
-            names = names or ["script, data or hardware"]
+            facts = dict(script="script_sha256", data="corpus_fingerprint", hardware="hardware")
+            names += [name for name, key in facts.items() if result.get(key) != run[key]]
             return (f"--record={cfg.record} has a result of another {', '.join(names)} ({path}): choose "
                     "another name")
     return ""

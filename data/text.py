@@ -160,7 +160,9 @@ def report(fate: str, source: Path | str, reason: object) -> None:
 def skip(source: Path | str, reason: object, named: Container[Path]) -> None:
     """Print a skipped file. RecordError if the command line names it."""
     if source in named:
-        remedy = "give one of them as --key" if "(--key)" in str(reason) else "use UTF-8 text or JSON lines"
+        remedy = "use UTF-8 text or JSON lines"
+        if "(--key)" in str(reason):
+            remedy = "give --key=NAME with one of these names"
         raise RecordError(f"{source} is not used ({reason}): {remedy}, or leave it out")
     report("skipped", source, reason)
 

@@ -157,6 +157,9 @@ def test_sides_of_the_command_line(tmp_path):
     script = tmp_path / "mine.py"
     script.write_bytes(b"pass")
     assert compare.read_side(f"{script} --a=b", []) == (f"{script} --a=b", b"pass", ("--a=b",))
+    preset = tmp_path / "mine.json"
+    preset.write_text("{}")
+    assert compare.read_side(f"{preset} --a=b", []) == (f"{preset} --a=b", source, (f"--preset={preset}", "--a=b"))
     record = ROOT / "records/laptop/2026-11-28_six_grams"
     side = compare.read_side(str(record), [])
     assert side.source == (record / "train_gpt.py").read_bytes() and side.options[0].startswith(f"--preset={record}/")
@@ -190,6 +193,7 @@ def test_parts_of_a_preset():
     (["smoke", "smoke --matrix_lrr=1"], "smoke --matrix_lrr=1: --matrix_lrr=1 is not an option: did you mean --matrix_lr?"),
     (["smoke", ""], "a side is empty"), (["smoke", "smoke --x='"], "No closing quotation"),
     (["README.md", "smoke"], "README.md: "),
+    (["HEAD", "laptop", "--record=mine"], "HEAD is no folder: the first side must be"),
     (["records/laptop/2026-11-28_six_grams", "laptop", "--record=mine"], "give none after --")])
 def test_bad_input_is_one_line(shards, monkeypatch, capsys, words, line):
     monkeypatch.setattr(sys, "argv", ["compare.py", *words, "--", *data_args(shards)])

@@ -221,6 +221,7 @@ STAGE = '"duration":1,"window_long":128,"window_short":64'
         (['--layers={"gates_from":1}'], "gates_from=1"),
         (['--layers={"gates_from":-1}'], "gates_from=-1"),
         (['--layers={"xsb":true}'], "unknown name 'xsb'"),
+        (['--stages=[{"duration":1,"window_long":64}]'], "needs window_short"),
         (["--softcap=15"], "15 is not a list: give values separated by commas"),
         (['--layers={"paired":true}', "--num_heads=1", "--head_dim=64"], "--num_heads=1 is odd"),
         (['--layers={"attention":"none","value_embed":null,"mudd_out":["attn_in"]}'], "no attention"),

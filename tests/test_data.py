@@ -208,7 +208,7 @@ def test_too_few_tokens_are_counted(shards):
     found = gpt.TrainData(short, gpt.Schedule(short))
     with pytest.raises(gpt.RunError) as error:
         gpt.TrainData(cfg, gpt.Schedule(cfg))
-    has = int(re.search(r"has (\d+) of the 2048000 tokens", str(error.value))[1])
+    has = int(re.search(r"fills (\d+) of the 2048000 tokens", str(error.value))[1])
     assert len(found.sequences) * 512 < has < 440_000 and has % 512 == 0
     assert str(error.value).endswith(f"--epochs={-(-2_048_000 // has)}")
     with pytest.raises(gpt.RunError, match="is 1011\\d\\d\\d tokens too short for --val_tokens=1024000 "):

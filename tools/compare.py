@@ -7,8 +7,9 @@
     ./run.sh tools/compare.py A B -- --num_iterations=60          # options after -- are for all
     ./run.sh tools/compare.py records/TRACK/NEWEST train_gpt.py --record=my_idea    # leave a record
 
-A side is a script, the folder of a record, a git revision or a preset. In quotes options may follow it:
-'train_gpt.py --preset=smoke --track=mine'. The first side is the base. All others are compared with it.
+A side is a script, the folder of a record, a git revision, a preset or its json. In quotes options may
+follow it: 'train_gpt.py --preset=smoke --track=mine'. The first side is the base. All others are compared
+with it.
 
 A pair is one run of each side with one seed, in random order, one after the other. ONE FIGURE DECIDES: the
 seconds that a side needs for the base's loss. It is the time of its run, corrected by the difference of the
@@ -153,6 +154,8 @@ def read_side(text: str, common: list[str]) -> Side:
         preset = results.keep_options(result["argv"], results.DROPPED | OWN_OPTIONS)
         if "key" in result:
             preset = [f"--preset={path.resolve() / result['run_id']}.json"]
+    elif word and path.is_file() and path.suffix == ".json":
+        preset = [f"--preset={path.resolve()}"]
     elif word and path.is_file():
         source = path.read_bytes()
     elif word:
@@ -559,6 +562,9 @@ def main() -> int:
         if args.record:
             if len(sides) != 2:
                 raise RecordError(f"--record={args.record}: give two sides, the old record and the new one")
+            if not Path(args.sides[0]).is_dir():
+                raise RecordError(f"--record={args.record}: {args.sides[0]} is no folder: the first side "
+                                  "must be the folder of the record before the new one")
             if common:
                 raise RecordError(f"--record={args.record}: the old record has its own options: give none "
                                   "after --")
@@ -583,7 +589,7 @@ def main() -> int:
             print(f"record: {folder}. Check it with ./run.sh tools/validate.py {shlex.quote(str(folder))}")
         return 0
 
-    return run_guarded(body, "interrupted. The same command goes on")
+    return run_guarded(body, "interrupted. Give the same command again to go on")
 
 
 if __name__ == "__main__":

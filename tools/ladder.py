@@ -106,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_guarded(main, "interrupted. The same command goes on"))
+    sys.exit(run_guarded(main, "interrupted. Give the same command again to go on"))

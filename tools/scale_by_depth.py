@@ -25,10 +25,13 @@ RATES = dict(muon=0.02, normuon=0.02, anvil=0.02, muonh=0.02, normuonh=0.02, ada
 def make_parser() -> Parser:
     parser = Parser(__doc__)
     parser.add_argument("depth", type=at_least(1), help="number of layers")
-    parser.add_argument("--rule", choices=RATES, default="muon")
-    parser.add_argument("--tokens_per_param", type=at_least(0.1, float), default=12.0)
+    parser.add_argument("--rule", choices=RATES, default="muon",
+                        help="of the matrices (default %(default)s)")
+    parser.add_argument("--tokens_per_param", type=at_least(0.1, float), default=12.0,
+                        help="training tokens per parameter of matrices and head, for num_iterations "
+                             "(default %(default)g)")
     parser.add_argument("--tokens_per_step", type=at_least(128), help="default: by the depth")
-    parser.add_argument("--vocab_size", type=at_least(2), default=50_257)
+    parser.add_argument("--vocab_size", type=at_least(2), default=50_257, help="(default %(default)s)")
     parser.add_argument("--name", help="of the preset (default: d<depth>)")
     return parser
 
