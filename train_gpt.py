@@ -4869,7 +4869,8 @@ def find_problems(cfg: Config):
     yield (not cfg.num_iterations and cfg.sequence_start != "anywhere",
            "--num_iterations=0 needs --sequence_start=anywhere, which reads all tokens of a file")
     yield (cfg.extension_steps and (cfg.extension_steps >= cfg.num_iterations or len(cfg.stages) == 1),
-           f"--extension_steps={cfg.extension_steps}: give less than --num_iterations, and two stages")
+           f"--extension_steps={cfg.extension_steps} must be below --num_iterations={cfg.num_iterations}, and "
+           "needs two stages")
     yield (len(cfg.layers) != cfg.num_layers,
            f"--layers has {len(cfg.layers)} rows, but --num_layers={cfg.num_layers}")
     for i, layer in enumerate(cfg.layers):
@@ -5648,7 +5649,8 @@ class Checkpoints(AbstractContextManager):
             metadata = json.dumps(dict(self.log.run, is_tied=trainer.model.is_tied, bos=self.bos))
             with file_errors():
                 write_atomic(path, functools.partial(torch.save, dict(metadata=metadata, tensors=tensors)))
-            run_sh = os.environ.get("RUN_SH", "./run.sh")  # as the user has typed it
+            folder = os.path.relpath(Path(__file__).resolve().parent)
+            run_sh = os.environ.get("RUN_SH", f"{folder}/run.sh")  # as the user has typed it
             print0(f"sample:          {run_sh} tools/sample.py '{path}'", self.rt)
 
 
