@@ -4869,8 +4869,8 @@ def find_problems(cfg: Config):
     yield (not cfg.num_iterations and cfg.sequence_start != "anywhere",
            "--num_iterations=0 needs --sequence_start=anywhere, which reads all tokens of a file")
     yield (cfg.extension_steps and (cfg.extension_steps >= cfg.num_iterations or len(cfg.stages) == 1),
-           f"--extension_steps={cfg.extension_steps} must be below --num_iterations={cfg.num_iterations}, and "
-           "needs two stages")
+           f"--extension_steps={cfg.extension_steps} must be below --num_iterations="
+           f"{cfg.num_iterations}, and needs two stages")
     yield (len(cfg.layers) != cfg.num_layers,
            f"--layers has {len(cfg.layers)} rows, but --num_layers={cfg.num_layers}")
     for i, layer in enumerate(cfg.layers):
