@@ -154,6 +154,7 @@ def test_sides_of_the_command_line(tmp_path):
     assert compare.read_side("laptop --seq_len=512", ["--x=1"]) == (
         "laptop --seq_len=512", source, ("--preset=laptop", "--x=1", "--seq_len=512"))
     assert compare.read_side("--matrix_lr=0.03", []).options == ("--matrix_lr=0.03",)
+    assert compare.read_side("laptop", ["--preset=smoke", "--x=1"]).options == ("--preset=laptop", "--x=1")
     script = tmp_path / "mine.py"
     script.write_bytes(b"pass")
     assert compare.read_side(f"{script} --a=b", []) == (f"{script} --a=b", b"pass", ("--a=b",))
@@ -191,6 +192,7 @@ def test_parts_of_a_preset():
     (["smoke", "smoke --seed=1"], "--seed"), (["smoke", "no_such_thing"], "no_such_thing"),
     (["smoke --num_iterations=4", "smoke"], "--num_iterations=4 is too few"),
     (["smoke", "smoke --matrix_lrr=1"], "smoke --matrix_lrr=1: --matrix_lrr=1 is not an option: did you mean --matrix_lr?"),
+    (["smoke", "smoke --val_tokens=8192"], "smoke --val_tokens=8192 has val_tokens=8192, and smoke has 4096"),
     (["smoke", ""], "a side is empty"), (["smoke", "smoke --x='"], "No closing quotation"),
     (["README.md", "smoke"], "README.md: "),
     (["HEAD", "laptop", "--record=mine"], "HEAD is no folder: the first side must be"),

@@ -8,8 +8,8 @@
     ./run.sh tools/compare.py records/TRACK/NEWEST train_gpt.py --record=my_idea    # leave a record
 
 A side is a script, the folder of a record, a git revision, a preset or its json. In quotes options may
-follow it: 'train_gpt.py --preset=smoke --track=mine'. The first side is the base. All others are compared
-with it.
+follow it: 'train_gpt.py --preset=smoke --track=mine'. They win over the options after --. The first side is
+the base. All others are compared with it.
 
 A pair is one run of each side with one seed, in random order, one after the other. ONE FIGURE DECIDES: the
 seconds that a side needs for the base's loss. It is the time of its run, corrected by the difference of the
@@ -163,6 +163,8 @@ def read_side(text: str, common: list[str]) -> Side:
         if shown.returncode:
             raise RecordError(f"{word} is no preset, script, folder of a record or git revision")
         source = shown.stdout
+    if any(option.startswith("--preset=") for option in preset):
+        common = [option for option in common if not option.startswith("--preset=")]
     options = [*preset, *common, *options]  # the last one of a name wins
     for option in options:
         name = option.removeprefix("--").partition("=")[0].replace("-", "_")
@@ -523,6 +525,11 @@ def compare_sides(sides: list[Side], num_pairs: int, first_seed: int = 0, runs_a
         raise RecordError(f"{sides[0].name}: --num_iterations={steps} is too few for runs with 0.9 and 1.1 "
                           "of the steps: give 5 or more")
     configs += map(read_config, sides[1:])
+    counts = [json.loads(config).get("val_tokens") for config in configs]
+    for side, count in zip(sides, counts):
+        if count != counts[0]:
+            raise RecordError(f"{side.name} has val_tokens={count}, and {sides[0].name} has {counts[0]}: "
+                              "give both one --val_tokens, or their losses cannot be compared")
     digest = hashlib.sha256(repr((sides, configs, machine, read_num_ranks())).encode()).hexdigest()[:12]
     folder = ROOT / "logs" / "compare" / digest
     comparison = Comparison(sides, folder, first_seed)

@@ -317,7 +317,7 @@ def main() -> None:
     else:
         for path in args.paths:
             if not path.is_dir():
-                raise RecordError(f"{path} is no folder: give only .json, only .jsonl, or only folders")
+                raise RecordError(f"{path}: give only .json, only .jsonl, or only folders of records")
             if path.resolve().name == "logs":
                 raise RecordError(f"{path} has single runs: give {path}/*.json")
         records = [results.read_record(folder) for folder in args.paths]
