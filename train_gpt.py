@@ -3094,8 +3094,8 @@ def choose_fast_forms(cfg: Config, rt: Runtime):
             continue
         off = [name for name in names if function in FORMS[name]]
         names = [name for name in names if name not in off]
-        lines.append(f"{function} was edited: " + (f"without fast forms {', '.join(off)}" if off else
-                                                   "it had no fast form here"))
+        effect = f"without fast forms {', '.join(off)}" if off else "it had no fast form here"
+        lines.append(f"{function} was edited: {effect}")
 
     # Forms with other results are off: first in float32 up to 1 %, then in this run's dtype and with FP8
     fp8_names = [name for name in names if name in FP8_FORMS]
@@ -5070,9 +5070,10 @@ def find_conflict(cfg: Config, run: dict):
             ours = json.loads(json.dumps(run["config"]))  # without tuples
             names = [name for name in ours if name not in ("seed", "derived", *NOT_IN_KEY)
                      and ours[name] != result["config"].get(name)]
-            facts = dict(script="script_sha256", data="corpus_fingerprint", hardware="hardware")
+            facts = dict(script="script_sha256", data="corpus_fingerprint", start="resumed_from",
+                         hardware="hardware")
             names += [name for name, key in facts.items() if result.get(key) != run[key]]
-            return (f"--record={cfg.record} has a result of another {', '.join(names)} ({path}): choose "
+            return (f"--record={cfg.record} has a result of another {', '.join(names[:5])} ({path}): choose "
                     "another name")
     return ""
 

@@ -282,7 +282,6 @@ def break_down(subject: Subject, trace: Path | None) -> tuple[dict[str, float], 
     return {name: ms * scale for name, ms in parts.items()}, find_longest(kernels, num_steps)
 
 
-@torch.no_grad()
 def format_report(result: dict) -> str:
     """Everything measured, as Markdown."""
     lines = [f"{result['ranks']} x {result['hardware']}, PyTorch {result['torch']}, {result['data']}", "",

@@ -143,17 +143,18 @@ def repeat_claim(folder: Path, path: Path | None) -> int:
     num_pairs = links[0].pairs if links else compare.MOST_PAIRS
     report = compare.compare_sides(sides, num_pairs, first_seed=min(record.losses)).report()
     (here,) = report["sides"]
-    measured = links[0] if links else None
-    links.append(results.Link(*(here[name] for name in results.Link._fields[:4]), "this machine"))
-    labels = [*["claim", *["repeated"] * (len(links) - 2)][: len(links) - 1], "now"]
-    for label, link in zip(labels, links):
+    for number, link in enumerate(links):
+        label = "repeated" if number else "claim"
         print(f"{label}: {link.format()} on {link.machine}")
+    now = results.Link(*(here[name] for name in results.Link._fields[:4]), "this machine")
+    print(f"now: {now.format()} on {now.machine}")
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         gpt.write_atomic(path, f"{json.dumps(report, indent=1)}\n".encode())
-    if measured is None:
+    if not links:
         return 0
-    overlaps = here["low"] <= measured.high and measured.low <= here["high"]
+    claim = links[0]
+    overlaps = now.low <= claim.high and claim.low <= now.high
     print(f"The intervals of the claim and of this machine {'overlap' if overlaps else 'do not overlap'}")
     return int(not overlaps)
 

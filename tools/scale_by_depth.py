@@ -56,6 +56,7 @@ def scale_by_depth(depth: int, rule: str = "muon", tokens_per_param: float = 12.
     num_iterations = max(1, int(tokens_per_param * num_params / batch))
     keeps_norm, is_muon = gpt.RULES[rule].keeps_norm, "muon" in rule or rule == "anvil"
     muonh = json.loads((ROOT / "presets/muonh.json").read_text())
+    del muonh["parent"]
     recipe = muonh if keeps_norm else dict(
         lr_warmup_frac=min(0.1, 40 / num_iterations), cooldown_frac=0.65, final_lr_frac=0.05,
         momentum=[0.85, 0.97], momentum_warmup_steps=400, decay="cautious", decay_schedule="cosine",
@@ -87,7 +88,7 @@ def scale_by_depth(depth: int, rule: str = "muon", tokens_per_param: float = 12.
 def leave_out(values: dict, parent: object) -> dict:
     """The values that differ from the parent's."""
     same = json.loads(json.dumps(vars(parent), default=vars))
-    return {name: value for name, value in values.items() if name != "parent" and value != same[name]}
+    return {name: value for name, value in values.items() if value != same[name]}
 
 
 def main(argv: list[str] | None = None) -> int:
