@@ -1,18 +1,13 @@
 #!/usr/bin/env python3
-"""Compare preset quick with nanoGPT's recipe for CPUs by whole-process time, on eight small texts.
+"""Compare preset quick with nanoGPT's recipe for CPUs by whole-process time, on your texts.
 
-    ./run.sh benchmarks/compare_nanogpt.py  # an hour on two cores, prints a table for RESULTS.md
-    ./run.sh benchmarks/compare_nanogpt.py --seeds=1 --only=code
+    ./run.sh benchmarks/compare_nanogpt.py notes.txt novel.txt  # prints a table for RESULTS.md
     ./run.sh benchmarks/compare_nanogpt.py --shakespeare  # preset shakespeare on tiny Shakespeare
 
 That recipe: 4 layers, width 128, 4 heads, context 64, 12 sequences a step, 2000 steps, AdamW (lr 1e-3, betas
-0.9, 0.99), float32: gpt2_baseline.py at this size. quick runs in float32, and in bfloat16 if it is fast.
-
-The texts: Python's reference documentation in CPython, the docstrings of NumPy, the source of Python's
-library, prose (Debian's package jargon-text), verse (package fortunes), a manual (perl-doc), essays
-(anarchism, with their HTML) and questions (debian-faq). apt-get fetches the packages. The rates of quick
-were chosen on tiny Shakespeare, the manual, the questions and the source. The last tenth of each text is for
-validation. Both models are timed from the start of the process to its end.
+0.9, 0.99), float32: gpt2_baseline.py at this size. quick runs in float32, and in bfloat16 if it is fast. Of
+each text the first 1.1 MB are used, and the last tenth of that is for validation. Both models are timed from
+the start of the process to its end. A run of the recipe takes one to three minutes.
 
 --shakespeare compares the training time to a validation loss of 1.88. nanoGPT's README has this loss at the
 end of the recipe. data/tiny_shakespeare.py makes the shards. nanoGPT's recipe draws from the whole training
@@ -21,9 +16,6 @@ in blocks of its context. Only the last column includes start-up and validations
 the loss, the ratio is to its whole training time, and marked with <.
 """
 
-import ast
-import functools
-import gzip
 import hashlib
 import json
 import re
@@ -33,7 +25,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -50,62 +41,13 @@ with require_packages():
     from tools.results import find_crossing
 
 MOST_BYTES = 1_115_394  # of tiny Shakespeare
+LEAST_BYTES = 100_000  # validation reads 8,192 of the last tenth
 SHAKESPEARE_PRESET, TARGET = "shakespeare", 1.88
 
 
-def read_docstrings() -> str:
-    """The docstrings of the installed NumPy, file by file."""
-    root = Path(np.__file__).parent
-    found = []
-    for path in sorted(root.rglob("*.py")):
-        if "tests" not in path.parts:
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                    found.append(ast.get_docstring(node) or "")
-    return "\n\n".join(filter(None, found))
-
-
-def read_library() -> str:
-    """The modules of Python's library, without packages."""
-    return "\n\n".join(path.read_text() for path in sorted(Path(ast.__file__).parent.glob("*.py")))
-
-
-def read_package(name: str, *patterns: str) -> str:
-    """Text files of a Debian package, fetched and unpacked, not installed."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            subprocess.run(["apt-get", "-qq", "download", name], cwd=folder, check=True, capture_output=True)
-            (package,) = Path(folder).glob("*.deb")
-            subprocess.run(["dpkg", "-x", package, folder], check=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise RecordError(f"Debian's package {name} cannot be fetched ({error}): give "
-                              "--only=documentation,docstrings,code, which need no network") from None
-        content = [file.read_bytes() for pattern in patterns for file in sorted(Path(folder).glob(pattern))]
-    content = [gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data for data in content]
-    return "\n\n".join(data.decode("utf-8", "replace") for data in content)
-
-
-# name: (source, function that reads it)
-TEXTS = {
-    "documentation": ("pydoc_data", lambda: "\n\n".join(topics[name] for name in sorted(topics))),
-    "docstrings": (f"NumPy {np.__version__}", read_docstrings),
-    "code": (f"library of Python {sys.version_info.major}.{sys.version_info.minor}", read_library),
-    "prose": ("jargon-text", functools.partial(
-        read_package, "jargon-text", "usr/share/doc/jargon-text/jargon.txt.gz")),
-    "verse": ("fortunes", functools.partial(
-        read_package, "fortunes", "usr/share/games/fortunes/songs-poems")),
-    "manual": ("perl-doc", functools.partial(
-        read_package, "perl-doc", "usr/share/perl/5.*/pod/perlfunc.pod",
-        "usr/share/perl/5.*/pod/perlop.pod")),
-    "essays": ("anarchism", functools.partial(
-        read_package, "anarchism", "usr/share/doc/anarchism/html/sec[A-J]?.html")),
-    "questions": ("debian-faq", functools.partial(
-        read_package, "debian-faq", "usr/share/doc/debian/FAQ/debian-faq.en.txt.gz"))}
-
-
-def write_text(text: str, folder: Path) -> list[str]:
+def write_text(text: bytes, folder: Path) -> list[str]:
     """Write a text as two shards, with training documents in random order. Returns the options for them."""
-    text = text.encode()[:MOST_BYTES]
+    text = text[:MOST_BYTES]
     cut = len(text) * 9 // 10
     for name, part in (("train_0", text[:cut]), ("val_0", text[cut:])):
         pieces = list(split_text(part, 2047))
@@ -155,16 +97,20 @@ def list_dtypes() -> list[str]:
     return ["float32", *(["bfloat16"] if best == torch.bfloat16 else [])]
 
 
-def compare(names: list[str], seeds: int) -> str:
+def compare(paths: list[Path], seeds: int) -> str:
     """Run both over texts and seeds, interleaved. Returns the table."""
-    texts = {name: TEXTS[name][1]() for name in names}
+    for path in paths:
+        if not path.is_file() or path.stat().st_size < LEAST_BYTES:
+            raise RecordError(f"{path} is no file of at least {LEAST_BYTES:,} bytes: give longer texts")
+    texts = [path.read_bytes() for path in paths]
     dtypes, rows = list_dtypes(), []
-    for seed, name in tqdm([(seed, name) for seed in range(seeds) for name in texts], unit="text"):
+    for seed, index in tqdm([(seed, index) for seed in range(seeds) for index in range(len(texts))],
+                            unit="text"):
         with tempfile.TemporaryDirectory() as folder:
-            data = write_text(texts[name], Path(folder))
+            data = write_text(texts[index], Path(folder))
             seconds, output = run_nanogpt(data, seed, "float32")
             ours = [run_preset("quick", data, seed, dtype) for dtype in dtypes]
-            rows.append((names.index(name), seed, seconds, find_number("val_loss", output),
+            rows.append((index, seed, seconds, find_number("val_loss", output),
                          [(seconds, result["final_val_loss"]) for seconds, result in ours]))
     heads = "".join(f" quick in {dtype}: s, loss | | ratio |" for dtype in dtypes)
     lines = [f"| text | seed | nanoGPT: s, loss | |{heads}",
@@ -172,8 +118,7 @@ def compare(names: list[str], seeds: int) -> str:
     for index, seed, their_seconds, their_loss, ours in sorted(rows):
         cells = "".join(f" {seconds:.1f} | {loss:.4f} | {seconds / their_seconds:.2f} |"
                         for seconds, loss in ours)
-        lines.append(f"| {names[index]}: {TEXTS[names[index]][0]} | {seed} | {their_seconds:.1f} | "
-                     f"{their_loss:.4f} |{cells}")
+        lines.append(f"| {paths[index].name} | {seed} | {their_seconds:.1f} | {their_loss:.4f} |{cells}")
     return "\n".join(lines)
 
 
@@ -231,20 +176,18 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--seeds", type=at_least(1), default=3,
                         help="runs of each (default %(default)s)")
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--only", default=",".join(TEXTS), help="texts, as a,b (default %(default)s)")
-    group.add_argument("--shakespeare", type=Path, nargs="?", const=SHAKESPEARE, metavar="FOLDER",
-                       help="compare on these shards instead (default folder %(const)s)")
+    parser.add_argument("texts", type=Path, nargs="*", help="text files")
+    parser.add_argument("--shakespeare", type=Path, nargs="?", const=SHAKESPEARE, metavar="FOLDER",
+                        help="compare on these shards instead (default folder %(const)s)")
     args = parser.parse_args()
 
     def body() -> int:
         if args.shakespeare:
             print(compare_shakespeare(args.shakespeare, args.seeds))
             return 0
-        names = args.only.split(",")
-        for name in [name for name in names if name not in TEXTS]:
-            raise RecordError(f"--only={name} is no text: choose among {', '.join(TEXTS)}")
-        print(compare(names, args.seeds))
+        if not args.texts:
+            raise RecordError("there is no text: give text files, or --shakespeare")
+        print(compare(args.texts, args.seeds))
         return 0
 
     return run_guarded(body)

@@ -293,7 +293,7 @@ def test_both_recipes_to_the_loss_of_tiny_shakespeare(tmp_path, monkeypatch, cap
                     for tool in ("benchmarks/gpt2_baseline", "train_gpt")]
 
 
-def test_the_comparison_of_eight_texts(monkeypatch, capsys):
+def test_the_comparison_on_a_text_of_ones_own(tmp_path, monkeypatch, capsys):
     """The numbers of the runs in its table."""
     def time_process(command):
         if "train_gpt.py" not in command:
@@ -305,10 +305,11 @@ def test_the_comparison_of_eight_texts(monkeypatch, capsys):
 
     monkeypatch.setattr(compare_nanogpt, "time_process", time_process)
     monkeypatch.setattr(compare_nanogpt, "list_dtypes", lambda: ["float32"])
-    monkeypatch.setitem(compare_nanogpt.TEXTS, "code", ("ours", lambda: "def f(): pass\n" * 9999))
-    monkeypatch.setattr(sys, "argv", ["compare_nanogpt.py", "--only=code", "--seeds=1"])
+    text = tmp_path / "code.py"
+    text.write_text("def f(): pass\n" * 9999)
+    monkeypatch.setattr(sys, "argv", ["compare_nanogpt.py", str(text), "--seeds=1"])
     status, out, _ = call_tool(capsys, compare_nanogpt.main)
-    assert status == 0 and out.splitlines()[2:] == ["| code: ours | 0 | 30.0 | 1.5000 | 15.0 | 1.2500 | 0.50 |"]
+    assert status == 0 and out.splitlines()[2:] == ["| code.py | 0 | 30.0 | 1.5000 | 15.0 | 1.2500 | 0.50 |"]
 
 
 def test_the_roofline_adds_up(monkeypatch, capsys):
