@@ -7,7 +7,7 @@
 That recipe: 4 layers, width 128, 4 heads, context 64, 12 sequences a step, 2000 steps, AdamW (lr 1e-3, betas
 0.9, 0.99), float32: gpt2_baseline.py at this size. quick runs in float32, and in bfloat16 if it is fast. Of
 each text the first 1.1 MB are used, and the last tenth of that is for validation. Both models are timed from
-the start of the process to its end. A run of the recipe takes one to three minutes.
+the start of the process to its end. A run of the recipe takes one to five minutes.
 
 --shakespeare compares the training time to a validation loss of 1.88. nanoGPT's README has this loss at the
 end of the recipe. data/tiny_shakespeare.py makes the shards. nanoGPT's recipe draws from the whole training
@@ -28,7 +28,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import ROOT, Parser, RecordError, at_least, list_visible, require_packages, run_guarded
+from tools.common import (
+    ROOT,
+    Parser,
+    RecordError,
+    at_least,
+    keep_saying,
+    list_visible,
+    require_packages,
+    run_guarded,
+)
 
 with require_packages():
     import numpy as np
@@ -63,7 +72,9 @@ def write_text(text: bytes, folder: Path) -> list[str]:
 def time_process(command: list[str]) -> tuple[float, str]:
     """(seconds of a whole process, its output)."""
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
+    with keep_saying(f"{command[0]} goes on"):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
     return time.perf_counter() - start, done.stdout
 
 
