@@ -5,7 +5,10 @@
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"  # of `sh run.sh`
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)  # relative paths in options start in the current folder
-[[ $# == 0 ]] || set -- "${1#"$root"/}" "${@:2}"  # a tool may have its whole path
+if [[ ${1:-} == *.py && ! -e $root/$1 && -e $1 ]]; then  # a tool's path from the current folder, or its whole path
+  set -- "$(cd "$(dirname "$1")" && pwd)/${1##*/}" "${@:2}"
+  set -- "${1#"$root"/}" "${@:2}"
+fi
 
 # Waiting threads free their core after 1000 spins. glibc keeps freed activations for the next step
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-1000}
@@ -85,7 +88,7 @@ if [[ ${1:-} == [^-]*.py ]]; then
     *) new=tools/${1##*/} ;;
   esac
   [[ -e $root/$1 || ! -e $root/$new ]] || stop "$1 is now $new"
-  [[ -e $root/$1 ]] || stop "$1 does not exist"
+  [[ -e $root/$1 ]] || stop "$1 is no tool of this project"
   exec "$python" "$root/$1" "${@:2}"
 fi
 [[ ${1:-} != [^-]* ]] || stop "$1: give test, a tool such as tools/plot.py, or options such as --preset=laptop"

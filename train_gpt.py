@@ -4626,7 +4626,10 @@ def parse_text(text: str, kind: type):
     if kind == tuple[str, ...]:
         return text.split(",") if text else []
     if kind in (tuple[LayerSpec, ...], tuple[Stage, ...], dict[str, Group]):
-        return json.loads(Path(text).read_text() if text.endswith(".json") else text)
+        try:
+            return json.loads(Path(text).read_text() if text.endswith(".json") else text)
+        except ValueError as error:
+            raise ValueError(f"this is no JSON ({error}): give JSON, or a .json file") from None
     with suppress(ValueError, SyntaxError):  # convert() refuses text that is no number
         return ast.literal_eval(text or "()")
     return text
@@ -4640,7 +4643,7 @@ def convert(value, kind: type):
         if arguments[-1] is Ellipsis:
             kinds = arguments[:1] * len(value)
         if len(kinds) != len(value):
-            raise ValueError(f"give {len(kinds)} values")
+            raise ValueError(f"{list(value)} has length {len(value)} instead of {len(kinds)}")
         return tuple(map(convert, value, kinds))
     if type(None) in arguments:
         return None if value is None else convert(value, arguments[0])
@@ -5650,9 +5653,11 @@ class Checkpoints(AbstractContextManager):
             metadata = json.dumps(dict(self.log.run, is_tied=trainer.model.is_tied, bos=self.bos))
             with file_errors():
                 write_atomic(path, functools.partial(torch.save, dict(metadata=metadata, tensors=tensors)))
-            folder = os.path.relpath(Path(__file__).resolve().parent)
-            run_sh = os.environ.get("RUN_SH", f"{folder}/run.sh")  # as the user has typed it
-            print0(f"sample:          {run_sh} tools/sample.py '{path}'", self.rt)
+            folders = Path(__file__).resolve().parents  # a record's script lies deeper in the project
+            project = next((folder for folder in folders if (folder / "tools/sample.py").exists()), None)
+            if project:
+                run_sh = os.environ.get("RUN_SH", f"{os.path.relpath(project)}/run.sh")  # as typed
+                print0(f"sample:          {run_sh} tools/sample.py '{path}'", self.rt)
 
 
 def list_tensors(trainer: Trainer, with_tables: bool):
@@ -5865,7 +5870,9 @@ def main(argv: list[str]):
             derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
             derived["mechanisms"] = sorted(list_parts())
             with file_errors():
+                ignored = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without an error
                 print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1), flush=True)
+                signal.signal(signal.SIGPIPE, ignored)
     except RunError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)

@@ -350,8 +350,10 @@ def tune(args: Namespace, options: list[str]) -> dict:
         with Progress(len(queue), unit="alternative") as progress:
             while queue and tuner.left() > tuner.needs + tuner.reserve:
                 wave, queue = queue[:jobs], queue[jobs:]
-                progress.show(", ".join(map(" ".join, wave)))
-                found = tuner.measure(wave)
+                label = ", ".join(map(" ".join, wave))
+                progress.show(label)
+                with keep_saying(label, progress.show):
+                    found = tuner.measure(wave)
                 if len(wave) > 1 and any("out of memory" in row.get("reason", "") for row in found):
                     jobs, queue = 1, [row["words"] for row in found if row["verdict"] == "failed"] + queue
                     found = [row for row in found if row["verdict"] != "failed"]

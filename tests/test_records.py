@@ -154,7 +154,7 @@ def test_a_claim_is_the_time_at_equal_loss(make_record, tmp_path):
     side = dict(side="new", ratio=0.7, low=0.6, high=0.8, pairs=5, verdict="faster")
     (repeats / "mine.json").write_text(json.dumps(dict(date="2026-11-29", machine="mine", base="base", sides=[side])))
     text = leaderboard.format_chain([base, record])
-    assert "| 0.655 (0.655 to 0.655, 3 pairs): " in text and "<br>0.700 (0.600 to 0.800, 5 pairs): mine | 0.655 | 8.0 s" in text
+    assert f"| {base.folder.name} | 0.655 (0.655 to 0.655, 3 pairs): " in text and "<br>0.700 (0.600 to 0.800, 5 pairs): mine | 0.655 | 8.0 s" in text
     assert "| 1.000 | 10.0 s" in text and leaderboard.format_chain([base]) == ""
     newest = results.read_record(make_record("a_newest", [1.8]))  # stands below the others nevertheless
     shutil.copytree(repeats, newest.folder / f"against_{record.folder.name}" / "repeats")

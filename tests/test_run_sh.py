@@ -85,6 +85,12 @@ def test_a_missing_corpus_is_made_first(calls_of):
         assert "make_embedded_corpus" not in " ".join(calls_of(word, nproc="1", has_corpus=False))
 
 
+def test_a_tool_has_its_path_from_any_folder():
+    for folder, path in (("docs", "../tools/plot.py"), ("tools", "plot.py"), ("/", f"{ROOT}/tools/plot.py"), ("docs", "tools/plot.py")):
+        done = subprocess.run([ROOT / "run.sh", path, "--help"], capture_output=True, text=True, cwd=ROOT / folder)
+        assert done.returncode == 0 and done.stdout.startswith("usage: plot.py"), done.stderr
+
+
 @pytest.mark.parametrize("old, new", [
     ("records/sample.py", "sample"), ("records/make_leaderboard.py", "leaderboard"), ("records/run_ladder.py", "ladder"),
     ("records/ablate.py", "compare"), ("benchmarks/compare_scripts.py", "compare"), ("benchmarks/rules.py", "compare")])

@@ -55,6 +55,20 @@ def test_it_lists_runs_and_removes_their_files(names, monkeypatch, capsys):
     assert files() == ["mine.txt"] and len(list(Path("records/try").glob("*_mine/*.json"))) == 1
 
 
+def test_a_step_without_the_file_of_a_rank_is_none(names, monkeypatch, capsys):
+    """A killed process leaves such a step. train_gpt.py does not continue it."""
+    (folder,) = Path().glob(f"checkpoints/*/{names[1]}")
+    (folder / "step_000009").mkdir()
+    (folder / "step_000009/state.json").write_bytes((folder / "step_000004/state.json").read_bytes())
+    assert "| step 4 |" in call(monkeypatch, capsys)
+
+
+def test_options_are_listed_in_both_forms():
+    words = ["--preset", "laptop", "--num-iterations=90", "--seed", "5", "--guard", "on"]
+    row = runs.Run("a", dict(argv=words, config=dict(preset="laptop", num_iterations=90)), None).describe()
+    assert row == "| a | laptop | 90 |  | 0 |  | --guard on |"
+
+
 def test_an_unknown_run_is_named(here, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["runs.py", "--remove=nothing"])
     assert runs.main() == 2 and "--remove=nothing" in capsys.readouterr().err

@@ -38,6 +38,19 @@ def list_visible(folder: Path, pattern: str) -> list[Path]:
     return sorted(folder / name for name in glob.glob(pattern, root_dir=folder, recursive=True))
 
 
+def keep_options(argv: list[str], dropped: set[str]) -> list[str]:
+    """Remove the dropped options, in the forms --name=value and --name value."""
+    kept, words = [], iter(argv)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name.startswith("--") and name[2:].replace("-", "_") in dropped:
+            if not equals:
+                next(words, None)
+        else:
+            kept.append(word)
+    return kept
+
+
 @contextmanager
 def require_packages() -> Iterator[None]:
     """Wrap the imports of a tool: a package that is not installed ends it with status 2 and one line.
@@ -119,15 +132,15 @@ def find_launcher(is_alone: bool = False) -> str:
 
 
 @contextmanager
-def keep_saying(line: str) -> Iterator[None]:
-    """Print a line on stderr every ten seconds, while something works that prints nothing."""
+def keep_saying(line: str, say: Callable[[str], None] = warn) -> Iterator[None]:
+    """Print a line on stderr every ten seconds, while something works that prints nothing. say() prints."""
     done = threading.Event()
 
-    def say() -> None:
+    def repeat() -> None:
         while not done.wait(10):
-            warn(line)
+            say(line)
 
-    thread = threading.Thread(target=say, daemon=True)
+    thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
     try:
         yield

@@ -53,6 +53,7 @@ from tools.common import (
     Progress,
     RecordError,
     at_least,
+    keep_options,
     list_visible,
     output_file,
     require_packages,
@@ -151,7 +152,7 @@ def read_side(text: str, common: list[str]) -> Side:
     elif word and path.is_dir() and list_visible(path, "*.json"):
         result = results.read_record(path).results[0]
         source = results.find_script(path).read_bytes()
-        preset = results.keep_options(result["argv"], results.DROPPED | OWN_OPTIONS)
+        preset = keep_options(result["argv"], results.DROPPED | OWN_OPTIONS)
         if "key" in result:
             preset = [f"--preset={path.resolve() / result['run_id']}.json"]
     elif word and path.is_file() and path.suffix == ".json":

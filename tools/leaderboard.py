@@ -105,8 +105,8 @@ A claim is a ratio: the time that a record needs for the loss of the record befo
 runs on one machine, with its 95 % interval. The product is the ratio to the first record of its chain.
 `./run.sh tools/replay.py FOLDER --against` measures a ratio on your machine.
 
-| record | of the time of the record before | product | training of the record |
-|---|---|---|---|
+| record | the record before it | of its time | product | training of the record |
+|---|---|---|---|---|
 """
 EMPTY_TRACKS = {"one_gpu": """\
 Data and target are those of `track_1`, 3.28 on FineWeb, and the machine has one GPU. The base is `record_92`
@@ -187,7 +187,8 @@ def format_chain(records: list[results.Record], refuse: Callable[[str], None] = 
             f"{link.format()}{', not shown to be faster' * (link.high >= 1)}: {link.machine}"
             for link in links)
         seconds = f"{time_runs(record):.1f} s: {results.format_machine(record.results[0])}"
-        text += f"| [{folder.name}]({record.name}) | {measured} | {product:.3f} | {seconds} |\n"
+        base = bases[folder].name if folder in bases else ""
+        text += f"| [{folder.name}]({record.name}) | {base} | {measured} | {product:.3f} | {seconds} |\n"
     return text + "\n"
 
 

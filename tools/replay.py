@@ -37,6 +37,7 @@ from tools.common import (
     Progress,
     RecordError,
     at_least,
+    keep_options,
     list_visible,
     require_packages,
     run_guarded,
@@ -97,7 +98,7 @@ def make_options(folder: Path, result: dict, out: str) -> list[str]:
     if "key" in result:
         path = folder.resolve() / f"{result['run_id']}.json"
         return [f"--preset={path}", f"--out={out}", "--checkpoint_every=0", "--tracker=off"]
-    return [*results.keep_options(result["argv"], results.DROPPED), *(f"--{name}={out}" for name in (
+    return [*keep_options(result["argv"], results.DROPPED), *(f"--{name}={out}" for name in (
         "records_dir", "logs_dir", "checkpoint_dir") if name in result["config"])]
 
 

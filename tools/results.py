@@ -147,19 +147,6 @@ def read_result(path: Path) -> dict:
     return result
 
 
-def keep_options(argv: list[str], dropped: set[str]) -> list[str]:
-    """Remove the dropped options, in the forms --name=value and --name value."""
-    kept, words = [], iter(argv)
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if name.startswith("--") and name[2:].replace("-", "_") in dropped:
-            if not equals:
-                next(words, None)
-        else:
-            kept.append(word)
-    return kept
-
-
 def fail(line: str) -> NoReturn:
     raise RecordError(line)
 

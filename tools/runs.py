@@ -18,9 +18,9 @@ from textwrap import shorten
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import Parser, RecordError, at_least, list_visible, run_guarded
+from tools.common import Parser, RecordError, at_least, keep_options, list_visible, run_guarded
 
-UNLISTED = ("--preset", "--seed", "--val_files", "--out", "--num_iterations")
+UNLISTED = {"preset", "seed", "val_files", "out", "num_iterations"}
 
 
 class Run(NamedTuple):
@@ -41,29 +41,32 @@ class Run(NamedTuple):
         return sum(file.stat().st_size for file in files)
 
     def find_step(self) -> int | None:
-        """The newest step with a state. None after the end of a run."""
+        """The newest step with the files of all ranks. None after the end of a run."""
         if self.result:
             return None
-        return max((int(path.name[5:]) for path in self.list_files() if (path / "state.json").exists()),
-                   default=None)
+        return max((int(state.parent.name[5:]) for state in self.list_states()), default=None)
 
     def describe(self) -> str:
         metadata = self.result or self.read_state()
         config = metadata.get("config", {})
         loss, step = self.result.get("final_val_loss"), self.find_step()
-        options = " ".join(word for word in metadata.get("argv", ())
-                           if not word.startswith(UNLISTED) or word.endswith(".json"))
+        words = keep_options(metadata.get("argv", []), UNLISTED)
         cells = [self.run_id, config.get("preset", ""), f"{config.get('num_iterations', '')}",
                  "" if loss is None else f"{loss:.4f}", f"{self.count_bytes() / 1e6:,.0f}",
-                 "" if step is None else f"step {step}", shorten(options, 120, placeholder=" ...")]
+                 "" if step is None else f"step {step}", shorten(" ".join(words), 120, placeholder=" ...")]
         if self.is_used():
             cells[5] = "in use"
         return f"| {' | '.join(cells)} |"
 
+    def list_states(self) -> list[Path]:
+        """The state.json of each checkpoint that has the files of all ranks."""
+        states = list_visible(self.folder, "step_*/state.json") if self.folder else []
+        return [path for path in states if len(list_visible(path.parent, "rank*.pt"))
+                == json.loads(path.read_text())["hardware"]["ranks"]]
+
     def read_state(self) -> dict:
         """Metadata of a checkpoint, {} without one."""
-        states = sorted(self.folder.glob("step_*/state.json")) if self.folder else []
-        return json.loads(states[-1].read_text()) if states else {}
+        return json.loads(states[-1].read_text()) if (states := self.list_states()) else {}
 
     def is_used(self) -> bool:
         """Whether a process has locked its folder."""

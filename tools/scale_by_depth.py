@@ -12,7 +12,9 @@ from a model of 12 layers. Rules that keep norms have the schedules of preset mu
 
 import json
 import math
+import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -107,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         if path.stem in gpt.PRESETS or path.exists() and json.loads(path.read_text()) != json.loads(text):
             raise RecordError(f"presets/{path.name} is another preset: give another --name, or remove it")
         gpt.write_atomic(path, text.encode())
-        print(f"wrote {path.relative_to(ROOT)}: train with --preset={path.stem}")
+        print(f"wrote {os.path.relpath(path)}: train with --preset={shlex.quote(path.stem)}")
 
     return run_guarded(body)
 
