@@ -60,7 +60,7 @@ fi
 needs_corpus() {  # whether data/torch_source, the text of the small presets, is missing and may be read
   [[ ! -e $root/data/torch_source/corpus.json ]] || return 1
   case " $* " in
-    *" -h "* | *" --help "* | *" --print_config "* | " data/"*) false ;;
+    *" -h "* | *" --help "* | *" --print_config "* | " data/"* | " benchmarks/compare_nanogpt.py "*) false ;;
     " test "* | " benchmarks/"* | " tools/compare.py "* | " tools/ladder.py "* | " tools/replay.py "*) true ;;
     *".py "*) false ;;
     *) [[ $("$python" "$root/train_gpt.py" "$@" --print_config 2>&1) == *train_files*data/torch_source/* ]] ;;

@@ -16,6 +16,7 @@ in blocks of its context. Only the last column includes start-up and validations
 the loss, the ratio is to its whole training time, and marked with <.
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -72,7 +73,7 @@ def write_text(text: bytes, folder: Path) -> list[str]:
 def time_process(command: list[str]) -> tuple[float, str]:
     """(seconds of a whole process, its output)."""
     start = time.perf_counter()
-    with keep_saying(f"{command[0]} goes on"):
+    with keep_saying(f"{command[0]} goes on", functools.partial(tqdm.write, file=sys.stderr)):
         done = subprocess.run(
             [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
     return time.perf_counter() - start, done.stdout
@@ -111,12 +112,14 @@ def list_dtypes() -> list[str]:
 def compare(paths: list[Path], seeds: int) -> str:
     """Run both over texts and seeds, interleaved. Returns the table."""
     for path in paths:
-        if not path.is_file() or path.stat().st_size < LEAST_BYTES:
-            raise RecordError(f"{path} is no file of at least {LEAST_BYTES:,} bytes: give longer texts")
+        if not path.is_file():
+            raise RecordError(f"{path} is no file: give text files")
+        if path.stat().st_size < LEAST_BYTES:
+            raise RecordError(f"{path} has less than {LEAST_BYTES:,} bytes: give a longer text")
     texts = [path.read_bytes() for path in paths]
     dtypes, rows = list_dtypes(), []
     for seed, index in tqdm([(seed, index) for seed in range(seeds) for index in range(len(texts))],
-                            unit="text"):
+                            unit="text", disable=None):
         with tempfile.TemporaryDirectory() as folder:
             data = write_text(texts[index], Path(folder))
             seconds, output = run_nanogpt(data, seed, "float32")
@@ -169,7 +172,8 @@ def compare_shakespeare(folder: Path, seeds: int) -> str:
     lines = [f"| seed | recipe | dtype | s to {TARGET} | ratio | final loss | s in all | process, s |",
              "|---|---|---|---|---|---|---|---|"]
     dtypes = list_dtypes()
-    for seed, dtype in tqdm([(seed, dtype) for seed in range(seeds) for dtype in dtypes], unit="pair"):
+    for seed, dtype in tqdm([(seed, dtype) for seed in range(seeds) for dtype in dtypes], unit="pair",
+                            disable=None):
         theirs, ours = time_nanogpt(data, seed, dtype), time_ours(late, seed, dtype)
         for recipe, run in (("nanoGPT", theirs), (SHAKESPEARE_PRESET, ours)):
             reached = f"{run.to_target:.1f}" if run.to_target else "not reached"
@@ -187,7 +191,7 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--seeds", type=at_least(1), default=3,
                         help="runs of each (default %(default)s)")
-    parser.add_argument("texts", type=Path, nargs="*", help="text files")
+    parser.add_argument("texts", type=Path, nargs="*", help=f"text files of at least {LEAST_BYTES:,} bytes")
     parser.add_argument("--shakespeare", type=Path, nargs="?", const=SHAKESPEARE, metavar="FOLDER",
                         help="compare on these shards instead (default folder %(const)s)")
     args = parser.parse_args()

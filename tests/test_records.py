@@ -371,8 +371,11 @@ def test_curves_of_records_and_of_plain_runs_are_drawn(real_record, tool, tmp_pa
     stepped = dict(config=dict(derived=dict(stage_ends=[3, 10]), stages=stages, tokens_per_step=50))
     assert plot.count_tokens(stepped, [2, 5]) == [200 / 1e6, 400 / 1e6]
     other, lr = copy.deepcopy(first), first["config"]["groups"]["matrix"]["lr"]
-    other["config"]["groups"]["matrix"]["lr"], other["config"]["seed"] = 0.5, 7
-    assert plot.name_runs([first, other]) == [f"seed=0, matrix_lr={lr}", "seed=7, matrix_lr=0.5"]
+    other["config"]["groups"]["matrix"]["lr"], other["config"]["seed"], other["config"]["val_loss_every"] = 0.5, 7, 9
+    bare = {**first, "argv": []}
+    assert len(plot.name_runs([bare, {**other, "argv": []}])[0].split(", ")) == 3
+    given = {**other, "argv": ["--seed=7", "--matrix-lr", "0.5"]}
+    assert plot.name_runs([bare, given]) == [f"seed=0, matrix_lr={lr}", "seed=7, matrix_lr=0.5"]
     assert plot.name_runs([first]) == [first["run_id"]]
     plain = [tmp_path / "a.json", tmp_path / "b.json"]
     for path, result in zip(plain, (first, other)):

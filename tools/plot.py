@@ -152,7 +152,8 @@ def read_result(path: Path) -> dict:
 
 
 def name_runs(runs: list[dict]) -> list[str]:
-    """A name for each run: the options in which the runs differ, and its run_id if that is not enough."""
+    """A name for each run: the options in which the runs differ, and its run_id if that is not enough. Of
+    options that nobody has given, only if all given ones are equal."""
     def flatten(values: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
         for name, value in values.items():
             if isinstance(value, dict):
@@ -160,13 +161,20 @@ def name_runs(runs: list[dict]) -> list[str]:
             else:
                 yield prefix + name, str(value)
 
+    def cut(value: str) -> str:
+        return value if len(value) <= 30 else f"{value[:10]} ... {value[-15:]}"
+
     options = [dict(flatten({**run["config"], **run["config"]["groups"], "groups": {}, "derived": {}}))
                for run in runs]
     names = dict.fromkeys(name for row in options for name in row)
     differing = [name for name in names if len({row.get(name) for row in options}) > 1
                  and name not in gpt.NOT_IN_KEY]
+    given = {word[2:].partition("=")[0].replace("-", "_") for run in runs for word in run["argv"]
+             if word.startswith("--")}
+    given -= {"val_files"}  # they follow train_files
+    differing = [name for name in differing if name in given] or differing
     differing.sort(key=lambda name: -len({row.get(name) for row in options}))  # what tells most runs apart
-    words = [", ".join(f"{name}={row.get(name, '')[:30]}" for name in differing[:4]) for row in options]
+    words = [", ".join(f"{name}={cut(row.get(name, ''))}" for name in differing[:4]) for row in options]
     return [name if name and words.count(name) == 1 else f"{name} {run['run_id']}".strip()
             for name, run in zip(words, runs)]
 
