@@ -40,6 +40,7 @@ import platform
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -4182,6 +4183,10 @@ def start_runtime(cfg: Config):
         raise RunError("--device=cuda, but PyTorch sees no CUDA device: use --device=cpu", 2)
     rank, local_rank, world_size = env_int("RANK", 0), env_int("LOCAL_RANK", 0), env_int("WORLD_SIZE", 1)
     check_world_size(cfg, world_size)
+    networks = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in networks:
+            raise RunError(f"GLOO_SOCKET_IFNAME={name}: choose among {', '.join(networks)}", 2)
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         check_gpu(device)
@@ -4847,7 +4852,8 @@ def find_problems(cfg: Config):
     for name, group in cfg.groups.items():
         rules = [key for key, rule in RULES.items() if not (
             rule.row_state and name != "ngram" or rule.whole_matrix and name != "matrix")]
-        yield group.rule not in rules, f"--{name}_rule={group.rule}: choose among {', '.join(rules)}"
+        label = "--matrix_rule=" if name == "matrix" else f"--groups: {name} has rule="
+        yield group.rule not in rules, f"{label}{group.rule}: choose among {', '.join(rules)}"
     has_zeros = cfg.zero_init != "off" and not cfg.has_output_gain
     yield (RULES[cfg.groups["matrix"].rule].keeps_norm and has_zeros,
            "this --matrix_rule keeps the norm of every matrix: give --gains=output or --zero_init=off")
@@ -4879,7 +4885,7 @@ def find_problems(cfg: Config):
     for i, layer in enumerate(cfg.layers):
         known = {"x_in", *(f"h{j}" for j in range(i)), *(f"ve{other.value_embed}" for other in cfg.layers)}
         lacking = sorted(layer.inputs() - known)
-        yield (bool(lacking), f"--layers: layer {i} reads {', '.join(lacking)}, which does not exist there: "
+        yield (bool(lacking), f"--layers: layer {i} reads {', '.join(lacking)}, not known there: "
                "change the row, or leave out what reads it, too, as in --without=mudd_out,value_embed")
         yield (layer.attention not in ("long", "short", "none"),
                f"--layers: layer {i} has attention={layer.attention}: give long, short or none")
@@ -4905,9 +4911,11 @@ def check_world_size(cfg: Config, world_size: int):
 
 
 def derived_numbers(cfg: Config, world_size: int):
-    """Numbers that follow from the config, for --print_config and the run record."""
+    """Numbers that follow from the config, for --print_config and the run record. Those of a step are of the
+    last stage."""
     check_world_size(cfg, world_size)
-    num_micro_batches, sequences = divide_step(cfg, world_size, cfg.full_stages[-1])
+    last = cfg.full_stages[-1]
+    num_micro_batches, sequences = divide_step(cfg, world_size, last)
     with torch.device("meta"):
         model = GPT(cfg)
         num_params = sum(p.numel() for name, p in model.named_parameters()
@@ -4915,8 +4923,8 @@ def derived_numbers(cfg: Config, world_size: int):
     schedule = Schedule(cfg)
     return dict(num_params=num_params, flops_per_token=count_flops(cfg, model, schedule),
                 grad_accum_steps=num_micro_batches, ranks=world_size,
-                tokens_per_rank=cfg.tokens_per_step // world_size,
-                tokens_per_micro_batch=sequences * cfg.full_stages[-1].seq_len,
+                tokens_per_rank=last.tokens_per_step // world_size,
+                tokens_per_micro_batch=sequences * last.seq_len,
                 padded_vocab_size=cfg.padded_vocab_size, train_tokens=schedule.count_tokens(),
                 scheduled_steps=schedule.scheduled_steps,
                 stage_ends=[end for _, _, end in schedule.stage_ranges()])
@@ -5495,8 +5503,8 @@ def load_weights(trainer: Trainer, path: Path):
               for bucket in optimizer.buckets for name in bucket.params}
     if differing := sorted(needed.items() ^ stored.items()):
         name = differing[0][0]
-        raise RunError(f"{path} has {stored.get(name, 0)} values of {name}, but this run has "
-                       f"{needed.get(name, 0)}: give the options of its run", 2)
+        raise RunError(f"{name} has {stored.get(name, 0)} numbers in {path}, but {needed.get(name, 0)} in "
+                       "this run: give the options of its run", 2)
     for bucket in optimizer.buckets:
         for name, first, part in bucket.local_parts():
             units = tensors[name].reshape(-1, *bucket.unit)

@@ -13,6 +13,7 @@ the times do not count. After each part its figures are written to OUT.json and 
 OUT.md. Exit status 0 if all parts ran and agreed, else 1. Takes the options of train_gpt.py.
 """
 
+import functools
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from time import monotonic
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import ROOT, Parser, RecordError, at_least, require_packages, run_guarded
+from tools.common import ROOT, Parser, RecordError, at_least, keep_saying, require_packages, run_guarded
 
 with require_packages():
     import torch
@@ -91,9 +92,11 @@ class Day:
 
     def run(self, *command: str) -> subprocess.CompletedProcess:
         """Run a Python script of this repository within the time that is left."""
+        say = functools.partial(tqdm.write, file=sys.stderr)
         try:
-            return subprocess.run([sys.executable, *command], cwd=ROOT, env=self.env, text=True,
-                                  capture_output=True, timeout=max(1.0, self.left()))
+            with keep_saying(f"{' '.join(command[:2])} goes on", say):
+                return subprocess.run([sys.executable, *command], cwd=ROOT, env=self.env, text=True,
+                                      capture_output=True, timeout=max(1.0, self.left()))
         except subprocess.TimeoutExpired as error:
             text = (error.stdout or b"").decode(errors="replace")
             return subprocess.CompletedProcess(command, 124, text, "the time was up")

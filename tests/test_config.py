@@ -348,7 +348,9 @@ def test_ranks_that_cannot_share_the_sequences():
         with pytest.raises(gpt.RunError, match="--tokens_per_step=512: 3 ranks cannot share 1 "):
             refuse(cfg, 3)
     gpt.check_world_size(cfg, 1)
-    assert gpt.derived_numbers(cfg, 1)["grad_accum_steps"] == 2  # of the last stage
+    derived = gpt.derived_numbers(cfg, 1)
+    assert derived["grad_accum_steps"] == 2  # of the last stage, as the next two
+    assert derived["grad_accum_steps"] * derived["tokens_per_micro_batch"] == derived["tokens_per_rank"] == cfg.tokens_per_step
 
 
 @pytest.mark.parametrize("world_size, micro, expected", [
