@@ -65,6 +65,7 @@ SHARD_HEADER_BYTES = gpt.SHARD_HEADER_BYTES
 SHARD_TOKENS = 100_000_000
 BLOCK = gpt.BLOCK  # sequence lengths are multiples of it. Each split needs more tokens
 SHORT_TOKENS, TINY_TOKENS = 300_000, 8_000  # training tokens of a text, see choose_epochs()
+MOST_PASSES = 16
 LEAST_BYTES, LEAST_TOKENS = 2000, 10 * BLOCK  # of a corpus. Validation is then at most 20 %
 MOST_CHARACTERS = 2**28  # of a cell in a .csv. An open quote could take the rest of the file
 PROGRESS_SECONDS = 1  # between two lines of progress
@@ -658,7 +659,7 @@ def check_out(out: Path, paths: list[Path]) -> None:
 def choose_epochs(num_tokens: int, size: Size) -> int:
     """Passes over a text of which a pass has this number of tokens."""
     least = -(-size.least_steps * gpt.load_preset("quick").tokens_per_step // num_tokens)
-    return max(least, size.passes if num_tokens < SHORT_TOKENS else 1)
+    return max(min(least, MOST_PASSES), size.passes if num_tokens < SHORT_TOKENS else 1)
 
 
 def time_step(options: dict) -> float:

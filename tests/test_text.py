@@ -420,14 +420,14 @@ def test_readers_keep_no_file_in_memory(tmp_path):
     (60_000, 53, 2047), (4_000, 3, 2047), (3_000, 2, 2047), (2_000, 1, 44)])
 def test_the_printed_command_trains(size, sequences, doc_bytes, here, capsys, monkeypatch):
     """4,000 bytes leave three sequences for training, 3,000 bytes leave two, and 2,000 bytes one. The run reads the
-    text twice, and as often as 24 steps need."""
+    text twice, and as often as 24 steps need, at most 16 times."""
     monkeypatch.setattr(text, "time_step", TIME_STEP)
     monkeypatch.setattr(text, "SIZES", text.SIZES[:1])
     said = make(capsys, write_book(here / "book.txt", size), "--out", "mine", f"--doc_bytes={doc_bytes}")
     command = shlex.split(said.splitlines()[-1].partition("train_gpt.py ")[2])
     cfg = gpt.fit_steps(gpt.make_config(gpt.parse_argv(command)))
-    assert cfg.epochs == max(2, math.ceil(24 * 2048 / (sequences * cfg.seq_len)))
-    assert cfg.num_iterations == cfg.epochs * sequences * cfg.seq_len // 2048 >= 24
+    assert cfg.epochs == max(2, min(16, math.ceil(24 * 2048 / (sequences * cfg.seq_len))))
+    assert cfg.num_iterations == cfg.epochs * sequences * cfg.seq_len // 2048 >= 8
     assert len(gpt.TrainData(cfg, gpt.Schedule(cfg)).sequences) == cfg.num_iterations * 2048 // cfg.seq_len
     if size == 2_000:
         assert gpt.main([*command, "--num_iterations=2", "--device=cpu"]) == 0
@@ -441,7 +441,7 @@ def test_the_size_follows_from_the_time_of_a_step():
     long = text.Plan({}, 15_000, 0.03, "")
     assert text.choose_run(60, [long]) == (long, 2000)
     small, *_, large = text.SIZES
-    assert [text.choose_epochs(n, small) for n in (1024, 28_672, 299_999, 300_000)] == [48, 2, 2, 1]
+    assert [text.choose_epochs(n, small) for n in (1024, 2048, 4096, 28_672, 299_999, 300_000)] == [16, 16, 12, 2, 2, 1]
     assert [text.choose_epochs(n, large) for n in (8192, 28_672, 40_960, 299_999)] == [4, 2, 1, 1]
 
 
