@@ -788,7 +788,8 @@ class TrainData:
         if len(self.sequences) < self.count_sequences(cfg.num_iterations):
             needed, found = schedule.count_tokens(), sum(sequence.seq_len for sequence in self.sequences)
             remedy = f"--epochs={-(-needed * cfg.epochs // found)}" if found else "a shorter --seq_len"
-            if cfg.sequence_start != "anywhere":
+            if cfg.sequence_start != "anywhere" and cfg.epochs * sum(
+                    len(shard.tokens) for shard in self.shards) > needed:
                 remedy += ", or --sequence_start=anywhere, which passes over no tokens"
             raise RunError(f"--train_files={cfg.train_files} fills {found} of the {needed} tokens of this "
                            f"run: get more files, lower --num_iterations, or give {remedy}", 2)
@@ -4962,6 +4963,9 @@ def config_from_dict(values: dict):
 # Options that change neither weights nor losses. The checkpoint of --resume=PATH is in the key, by itself
 NOT_IN_KEY = ("out", "resume", "checkpoint_every", "telemetry_every", "tracker")
 TRACK_DATA = {"laptop": "fd405a8b3e48e7ca", "shakespeare": "096b3533110f2759"}  # corpus fingerprints
+# Options that a track fixes. nanoGPT reads Shakespeare in blocks of 256
+TRACK_VALIDATION = {"laptop": dict(val_tokens=131_072),
+                    "shakespeare": dict(val_tokens=111_360, val_seq_len=256)}
 
 
 def make_key(run: dict, *ignored: str):
@@ -5064,6 +5068,13 @@ def find_result_folder(cfg: Config):
 
 
 @file_errors()
+def flatten_groups(config: dict):
+    """A config of a result, with an entry such as matrix_lr for each field of a parameter group."""
+    fields = {f"{group}_{field}": value for group, row in config.get("groups", {}).items()
+              for field, value in row.items()}
+    return {**config, **fields, "groups": None}
+
+
 def find_conflict(cfg: Config, run: dict):
     """The reason why this run's folders or record's results do not fit it, or ""."""
     results = find_result_folder(cfg)
@@ -5074,17 +5085,21 @@ def find_conflict(cfg: Config, run: dict):
             return f"--out={cfg.out}: {folder} is no folder that can be written"
     if cfg.record and run["corpus_fingerprint"] != TRACK_DATA.get(cfg.track, run["corpus_fingerprint"]):
         return f"--record={cfg.record}: these are not the data of track {cfg.track}: give another --track"
+    for name, value in TRACK_VALIDATION.get(cfg.track, {}).items():
+        if cfg.record and getattr(cfg, name) != value:
+            return f"--record={cfg.record}: track {cfg.track} has --{name}={value}: give another --track"
     for path in sorted(results.glob("[0-9]*_seed*.json"))[-1:] if cfg.record else ():
         result = json.loads(path.read_text())
         has_key = "key" in result and make_key(result, "seed") == make_key(run, "seed")
         if not has_key or result["hardware"] != run["hardware"]:
-            ours = json.loads(json.dumps(run["config"]))  # without tuples
-            names = [name for name in ours if name not in ("seed", "derived", *NOT_IN_KEY)
-                     and ours[name] != result["config"].get(name)]
+            ours = flatten_groups(json.loads(json.dumps(run["config"])))  # without tuples
+            theirs = flatten_groups(result["config"])
+            found = [f"{name}={str(theirs.get(name))[:40]}" for name in ours
+                     if name not in ("seed", "derived", *NOT_IN_KEY) and ours[name] != theirs.get(name)]
             facts = dict(script="script_sha256", data="corpus_fingerprint", start="resumed_from",
                          hardware="hardware")
-            names += [name for name, key in facts.items() if result.get(key) != run[key]]
-            return (f"--record={cfg.record} has a result of another {', '.join(names[:5])} ({path}): choose "
+            found += [f"another {name}" for name, key in facts.items() if result.get(key) != run[key]]
+            return (f"--record={cfg.record} has a result with {', '.join(found[:5])} ({path}): choose "
                     "another name")
     return ""
 

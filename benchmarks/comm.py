@@ -228,18 +228,17 @@ def format_report(result: dict) -> str:
 
 
 def advise(result: dict) -> str:
-    """A line with latency, bandwidth, and whether they suffice."""
+    """A line with latency, bandwidth, the link's time for a step, and a verdict by the exposed part."""
     whole = [row for row in result["messages"] if row["group"] == "all ranks"]
     kind = "reduce_scatter + all_gather"
     latency, best = whole[0][kind]["ms"], max(row[kind]["bus_gb_per_s"] for row in whole)
-    silent = result["steps"][0]
-    bare = silent["minimum_mb"] / 1e3 / best * 1e3  # ms
-    share = bare / (bare + silent["ms"])
-    word = ("suits the recipe" if share < 0.1 else "costs something" if share < 0.3
+    _, step = result["steps"]
+    bare = step["minimum_mb"] / best  # ms
+    word = ("suits the recipe" if step["exposed"] < 0.1 else "costs something" if step["exposed"] < 0.3
             else "is too slow for this step")
-    return (f"latency {latency:.3f} ms, bandwidth {best:.2f} GB/s: {silent['minimum_mb']:.1f} MB per step "
-            f"take {bare:.1f} ms, computing takes {silent['ms']:.1f} ms. That is {100 * share:.0f} % "
-            f"without overlap: this connection {word}")
+    return (f"latency {latency:.3f} ms, bandwidth {best:.2f} GB/s: {step['minimum_mb']:.1f} MB per step "
+            f"take at least {bare:.1f} ms. {100 * step['exposed']:.0f} % of a step of {step['ms']:.1f} ms "
+            f"is communication that nothing hides: this connection {word}")
 
 
 def measure(args: Namespace, values: dict) -> None:

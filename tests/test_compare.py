@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -145,7 +146,7 @@ def test_a_record_is_measured_in_pairs(shards, make_script, monkeypatch, capsys,
     assert here["ratio"] == pytest.approx(claim.ratio) and here["pairs"] == 3
     monkeypatch.setattr(compare, "train", lambda *_: pytest.fail("a finished run is repeated"))
     run_compare(monkeypatch, capsys, *words, status=2)  # the record exists
-    words.remove("--record=shorter")
+    shutil.rmtree(record.folder)
     run_compare(monkeypatch, capsys, *words)
 
 

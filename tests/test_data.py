@@ -210,7 +210,10 @@ def test_too_few_tokens_are_counted(shards):
         gpt.TrainData(cfg, gpt.Schedule(cfg))
     has = int(re.search(r"fills (\d+) of the 2048000 tokens", str(error.value))[1])
     assert len(found.sequences) * 512 < has < 440_000 and has % 512 == 0
-    assert f"give --epochs={-(-2_048_000 // has)}, or --sequence_start=anywhere" in str(error.value)
+    assert str(error.value).endswith(f"give --epochs={-(-2_048_000 // has)}")  # reading all tokens is not enough
+    cfg = smoke_config(shards, num_iterations=has // 2048 + 1)
+    with pytest.raises(gpt.RunError, match="give --epochs=2, or --sequence_start=anywhere"):
+        gpt.TrainData(cfg, gpt.Schedule(cfg))
     with pytest.raises(gpt.RunError, match="is 1011\\d\\d\\d tokens too short for --val_tokens=1024000 "):
         gpt.ValData(smoke_config(shards, val_tokens=1_024_000))
     with pytest.raises(gpt.RunError, match="give --val_tokens=11264$"):  # 11 sequences of 12,180 tokens

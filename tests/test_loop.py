@@ -102,7 +102,7 @@ def test_a_record_is_of_one_script_config_and_machine(shards, here, monkeypatch,
         capsys.readouterr()
         run(shards, *args, preset=RECORD, status=2)
         errors = capsys.readouterr().err
-        assert "--record=mine has a result of another " in errors and errors.count("\n") == 1
+        assert "--record=mine has a result with " in errors and errors.count("\n") == 1
         assert sorted(here.rglob("*")) == before
 
     refuse("--head_lr=0.01")

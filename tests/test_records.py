@@ -119,7 +119,30 @@ def test_a_curve_that_ends_early_is_named(make_record, tool):
     edit_json(folder, lambda result: result["config"].update(num_iterations=5))
     log = folder / "0.txt"
     log.write_text(log.read_text().replace('"num_iterations": 4', '"num_iterations": 5'))
-    assert tool(validate, folder)[2].endswith("0.txt: the number of steps of the log and of the json differ\n")
+    assert "0.json: the curve ends at step, loss and milliseconds [4, 1.0, " in tool(validate, folder)[2]
+
+
+@pytest.mark.parametrize("is_base", [False, True])
+def test_a_time_that_the_curve_does_not_have_is_named(make_record, is_base):
+    """In a record, and in the runs of the record before it."""
+    base, record = make_claim(make_record)
+    edit_json(record / f"against_{base.name}" if is_base else record, lambda result: result.update(train_time_ms=1))
+    with pytest.raises(results.RecordError, match="the curve ends at step, loss and milliseconds .*, 1]$"):
+        results.read_claim(*map(results.read_record, (record, base)))
+
+
+def test_a_missing_base_is_named(make_record):
+    base, record = make_claim(make_record)
+    base.rename(base.with_name("other"))
+    refused = []
+    assert leaderboard.format_chain([results.read_record(record)], refused.append) == ""
+    assert refused == [f"{record} was measured against {base}, which does not exist"]
+
+
+def test_other_folders_are_checked_after_a_wrong_one(make_record, tool):
+    good, bad = make_record("good", [1.0, 1.1]), make_record("bad", [])
+    status, out, errors = tool(validate, bad, good, "--target=9")
+    assert status == 2 and f"{good}: n = 2" in out and "target: " not in out and "bad is no record" in errors
 
 
 def make_claim(make_record) -> tuple[Path, Path]:
@@ -139,7 +162,8 @@ def make_claim(make_record) -> tuple[Path, Path]:
             (against / f"{seed}_{steps}.json").write_text(json.dumps(run))
     for folder, seconds in ((base, 10), (record, 8)):
         edit_json(folder, lambda result, seconds=seconds: (
-            result.update(train_time_ms=1000 * seconds), result["config"].update(num_iterations=10)), is_last=False)
+            result.update(train_time_ms=1000 * seconds, val_points=[[10, result["final_val_loss"], 1000 * seconds]]),
+            result["config"].update(num_iterations=10)), is_last=False)
     return base, record
 
 
@@ -370,15 +394,12 @@ def test_curves_of_records_and_of_plain_runs_are_drawn(real_record, tool, tmp_pa
     stages = [dict(tokens_per_step=100), dict(tokens_per_step=None)]
     stepped = dict(config=dict(derived=dict(stage_ends=[3, 10]), stages=stages, tokens_per_step=50))
     assert plot.count_tokens(stepped, [2, 5]) == [200 / 1e6, 400 / 1e6]
-    other, lr = copy.deepcopy(first), first["config"]["groups"]["matrix"]["lr"]
-    other["config"]["groups"]["matrix"]["lr"], other["config"]["seed"], other["config"]["val_loss_every"] = 0.5, 7, 9
-    bare = {**first, "argv": []}
-    assert len(plot.name_runs([bare, {**other, "argv": []}])[0].split(", ")) == 3
-    given = {**other, "argv": ["--seed=7", "--matrix-lr", "0.5"]}
-    assert plot.name_runs([bare, given]) == [f"seed=0, matrix_lr={lr}", "seed=7, matrix_lr=0.5"]
+    argvs = ["--preset=smoke --seed=5", "--preset=smoke --seed=7 --matrix-lr 0.5", "--preset smoke"]
+    names = plot.name_runs([first | dict(argv=argv.split()) for argv in argvs])
+    assert names == ["seed=5", "seed=7, matrix_lr=0.5", first["run_id"]]
     assert plot.name_runs([first]) == [first["run_id"]]
     plain = [tmp_path / "a.json", tmp_path / "b.json"]
-    for path, result in zip(plain, (first, other)):
+    for path, result in zip(plain, (first, first | dict(run_id="b"))):
         path.write_text(json.dumps(result))
     for name, paths in dict(record=[real_record], runs=plain).items():
         assert tool(plot, *paths, f"--out={tmp_path}/{name}.svg")[0] == 0

@@ -118,6 +118,8 @@ def output_file(text: str) -> Path:
     """The type of an option that names a file to write. Its folder must exist."""
     if not Path(text).parent.is_dir():
         raise argparse.ArgumentTypeError(f"the folder of {text} does not exist: make it, or choose another")
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder: give the name of a file")
     return Path(text)
 
 

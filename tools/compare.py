@@ -515,9 +515,9 @@ class Comparison:
             made.rename(folder)
 
 
-def compare_sides(sides: list[Side], num_pairs: int, first_seed: int = 0, runs_all: bool = False
+def compare_sides(sides: list[Side], num_pairs: int, first_seed: int = 0, record: str | None = None
                   ) -> Comparison:
-    """Run the pairs of sides."""
+    """Run the pairs of sides. For a record all of them, and without runs of another comparison."""
     machine = json.dumps(gpt.describe_machine(gpt.Runtime()), sort_keys=True)
     warn(f"reading the options of {len(sides)} sides")
     configs = [read_config(sides[0])]
@@ -531,10 +531,13 @@ def compare_sides(sides: list[Side], num_pairs: int, first_seed: int = 0, runs_a
         if count != counts[0]:
             raise RecordError(f"{side.name} has val_tokens={count}, and {sides[0].name} has {counts[0]}: "
                               "give both one --val_tokens, or their losses cannot be compared")
-    digest = hashlib.sha256(repr((sides, configs, machine, read_num_ranks())).encode()).hexdigest()[:12]
+    facts = [sides, configs, machine, read_num_ranks()]
+    if record:
+        facts += [record, num_pairs, first_seed]
+    digest = hashlib.sha256(repr(tuple(facts)).encode()).hexdigest()[:12]
     folder = ROOT / "logs" / "compare" / digest
     comparison = Comparison(sides, folder, first_seed)
-    comparison.run_pairs(num_pairs, runs_all)
+    comparison.run_pairs(num_pairs, runs_all=bool(record))
     return comparison
 
 
@@ -577,7 +580,7 @@ def main() -> int:
                 raise RecordError(f"--record={args.record}: the old record has its own options: give none "
                                   "after --")
             folder = find_record_folder(args.record, Path(args.sides[0]), sides[1])
-        comparison = compare_sides(sides, args.pairs, args.first_seed, bool(folder))
+        comparison = compare_sides(sides, args.pairs, args.first_seed, args.record)
         report = comparison.report(args.target)
         tables = [row["measured"] for row in report["sides"]]
         print(f"| ratios to the base | {' | '.join(tables[0])} |\n|{'---|' * (1 + len(tables[0]))}")

@@ -93,7 +93,8 @@ def main() -> None:
         differences = replay.find_differences(results.read_record(ladder / name).results[0])
         if differences:
             raise RecordError(f"{ladder / name} is of another machine ({differences}): copy "
-                                      f"{script} into a folder for this one and give --ladder=FOLDER")
+                              f"train_gpt.py and ladder.toml of {args.ladder} into a folder for this one "
+                              "and give --ladder=FOLDER")
     # on the file system of the rungs, so that a move is atomic. The script reads data/ and writes records/
     with tempfile.TemporaryDirectory(dir=ladder, suffix=".partial") as place:
         Path(place, "records").mkdir()

@@ -163,13 +163,14 @@ def format_chain(records: list[results.Record], refuse: Callable[[str], None] = 
     links_of: dict[Path, list[results.Link]] = {}
     bases = {}
     for record in records:
-        base = results.find_base(record.folder)
-        if base is None:
-            continue
         try:
+            base = results.find_base(record.folder)
+            if base is None:
+                continue
             links_of[record.folder] = results.read_links(record, results.read_record(base))
         except RecordError as error:
             refuse(str(error))
+            continue
         if links_of.get(record.folder) and base in by_folder:
             bases[record.folder] = base
     if not bases:
@@ -239,7 +240,7 @@ def make_readme(records_dir: Path, refuse: Callable[[str], None] = results.fail
             text += format_target(setting, target, records)
         elif track in PUBLISHED_NOTES:
             text += PUBLISHED_NOTES[track].format(target=target, claim=format_claim(records, target),
-                                                  **results.TRACK_VALIDATION[track])
+                                                  **gpt.TRACK_VALIDATION[track])
         text += format_chain(records, refuse)
         curves = choose_curves(records)
         if curves:

@@ -18,7 +18,6 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -151,30 +150,26 @@ def read_result(path: Path) -> dict:
         raise RecordError(f"{path} {fault}") from None
 
 
+def read_options(run: dict) -> dict[str, str]:
+    """The options of a run's command line by name. The validation files follow the training files."""
+    options, name = {}, ""
+    for word in run["argv"]:
+        if word.startswith("--"):
+            name, _, word = word[2:].partition("=")
+            name = name.replace("-", "_")
+        if name not in ("val_files", *gpt.NOT_IN_KEY):
+            options[name] = word
+    return options
+
+
 def name_runs(runs: list[dict]) -> list[str]:
-    """A name for each run: the options in which the runs differ, and its run_id if that is not enough. Of
-    options that nobody has given, only if all given ones are equal."""
-    def flatten(values: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                yield from flatten(value, f"{prefix}{name}_")
-            else:
-                yield prefix + name, str(value)
-
-    def cut(value: str) -> str:
-        return value if len(value) <= 30 else f"{value[:10]} ... {value[-15:]}"
-
-    options = [dict(flatten({**run["config"], **run["config"]["groups"], "groups": {}, "derived": {}}))
-               for run in runs]
-    names = dict.fromkeys(name for row in options for name in row)
-    differing = [name for name in names if len({row.get(name) for row in options}) > 1
-                 and name not in gpt.NOT_IN_KEY]
-    given = {word[2:].partition("=")[0].replace("-", "_") for run in runs for word in run["argv"]
-             if word.startswith("--")}
-    given -= {"val_files"}  # they follow train_files
-    differing = [name for name in differing if name in given] or differing
-    differing.sort(key=lambda name: -len({row.get(name) for row in options}))  # what tells most runs apart
-    words = [", ".join(f"{name}={cut(row.get(name, ''))}" for name in differing[:4]) for row in options]
+    """A name for each run: the given options in which it differs from others, and its run_id if that is not
+    enough."""
+    options = [read_options(run) for run in runs]
+    values_of = {name: {row.get(name) for row in options} for row in options for name in row}
+    differing = sorted((name for name in values_of if len(values_of[name]) > 1),
+                       key=lambda name: -len(values_of[name]))  # what tells most runs apart
+    words = [", ".join(f"{name}={row[name][:30]}" for name in differing if name in row) for row in options]
     return [name if name and words.count(name) == 1 else f"{name} {run['run_id']}".strip()
             for name, run in zip(words, runs)]
 

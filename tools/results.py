@@ -24,9 +24,6 @@ from tools.common import ROOT, Progress, RecordError, list_visible, run_training
 
 RECORDS = ROOT / "records"
 PUBLISHED_TARGETS = {"track_1": 3.28, "one_gpu": 3.28, "track_2": 2.92, "shakespeare": 1.4697}
-# Options of the validation that a track fixes. nanoGPT reads Shakespeare in blocks of 256
-TRACK_VALIDATION = {"laptop": dict(val_tokens=131_072),
-                    "shakespeare": dict(val_tokens=111_360, val_seq_len=256)}
 DROPPED = {"resume", "time_limit", "checkpoint_every", "tracker"}  # options that no tool repeats
 FACTS = ("seed", "track", "config", "hardware", "versions", "train_time_ms")  # that each result has
 MACHINE_FIELDS = ("device", "ranks", "cpu", "threads", "gpu", "simd")
@@ -239,7 +236,7 @@ def check_track(record: Record) -> None:
     data = result.get("corpus_fingerprint")
     if data != gpt.TRACK_DATA.get(result["track"], data):
         raise RecordError(f"{record.folder} has other data than track {result['track']}: give a new --track")
-    for name, value in TRACK_VALIDATION.get(result["track"], {}).items():
+    for name, value in gpt.TRACK_VALIDATION.get(result["track"], {}).items():
         if result["config"].get(name) != value:
             raise RecordError(f"{record.folder} has {name}={result['config'].get(name)}, but track "
                               f"{result['track']} has {value}: give a new --track")
@@ -272,7 +269,7 @@ def find_own_target(record: Record) -> tuple[float | None, bool]:
     RecordError if the record that sets it ran on other data.
     """
     track, folder = record.results[0]["track"], record.folder.resolve()
-    records = read_track(track, find_script(folder).parents[2], leave_out)
+    records = read_track(track, find_script(folder).parents[2], lambda line: None)
     siblings = [other for other in records if other.folder.resolve().parent == folder.parent]
     setting = find_setting(siblings) or find_setting(records)
     if setting is None:
@@ -415,6 +412,14 @@ class Link(NamedTuple):
         return f"{self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}, {self.pairs} pairs)"
 
 
+def check_end(result: dict, path: Path) -> None:
+    """RecordError if the curve of a run does not end at its step, loss and time."""
+    end = [result["config"]["num_iterations"], result["final_val_loss"], result["train_time_ms"]]
+    if result["val_points"][-1] != end:
+        raise RecordError(f"{path}: the curve ends at step, loss and milliseconds {result['val_points'][-1]}"
+                          f", and the result has {end}")
+
+
 def find_nat_rate(runs: list[tuple[Any, Any]]) -> float:
     """The change of the logarithm of the time for each nat, at the end of the base: below zero. runs: the
     base with fewer and with more steps. Time is taken as proportional to steps, because steps have no noise.
@@ -432,9 +437,15 @@ def list_ratios(pairs: list[tuple[Any, Any]], nat_rate: float) -> list[float]:
 
 
 def find_base(folder: Path) -> Path | None:
-    """The record before this one, against which it was measured. None if the folder does not name one."""
+    """The record before this one, against which it was measured. None if the folder does not name one.
+    RecordError if it is missing."""
     against = next(iter(list_visible(folder, "against_*")), None)
-    return against and folder.parent / against.name.removeprefix("against_")
+    if against is None:
+        return None
+    base = folder.parent / against.name.removeprefix("against_")
+    if not base.is_dir():
+        raise RecordError(f"{folder} was measured against {base}, which does not exist")
+    return base
 
 
 def read_claim(record: Record, base: Record) -> Link | None:
@@ -443,6 +454,7 @@ def read_claim(record: Record, base: Record) -> Link | None:
     by_seed: dict[int, dict[int, dict]] = {}
     for path in list_visible(record.folder, f"against_{base.folder.name}/*.json"):
         result = read_result(path)
+        check_end(result, path)
         found = differences(base.results[0], result, "base")
         found += differences(record.results[0], result, "times")
         if found:
@@ -452,6 +464,8 @@ def read_claim(record: Record, base: Record) -> Link | None:
         return None
     runs = {seed: [Finish.read(found[steps]) for steps in sorted(found)] for seed, found in by_seed.items()}
     rate = find_nat_rate([(found[0], found[-1]) for found in runs.values() if len(found) == 3])
+    for result in record.results:
+        check_end(result, record.folder / f"{result['run_id']}.json")
     ours = {result["seed"]: Finish.read(result) for result in record.results}
     steps = base.results[0]["config"]["num_iterations"]
     whole = {seed: Finish.read(found[steps]) for seed, found in by_seed.items() if steps in found}
