@@ -4184,10 +4184,6 @@ def start_runtime(cfg: Config):
         raise RunError("--device=cuda, but PyTorch sees no CUDA device: use --device=cpu", 2)
     rank, local_rank, world_size = env_int("RANK", 0), env_int("LOCAL_RANK", 0), env_int("WORLD_SIZE", 1)
     check_world_size(cfg, world_size)
-    networks = [name for _, name in socket.if_nameindex()]
-    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if name not in networks:
-            raise RunError(f"GLOO_SOCKET_IFNAME={name}: choose among {', '.join(networks)}", 2)
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         check_gpu(device)
@@ -4195,6 +4191,10 @@ def start_runtime(cfg: Config):
         torch.set_float32_matmul_precision("high")
     if world_size == 1:
         return Runtime(device)
+    networks = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in networks:
+            raise RunError(f"GLOO_SOCKET_IFNAME={name}: choose among {', '.join(networks)}", 2)
     dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None,
                             timeout=LONG_TIMEOUT)
     return Runtime(device, Comm(rank, world_size, dist.new_group(backend="gloo", timeout=LONG_TIMEOUT),
