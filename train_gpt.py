@@ -4733,7 +4733,7 @@ def load_preset(name: str):
         content = json.loads(path.read_text())
         if "config" in content or "derived" in content:
             cfg = config_from_dict(content.get("config", content))
-            return dataclasses.replace(cfg, record="", resume="", out=".")
+            return dataclasses.replace(cfg, record="", resume=cfg.resume.removeprefix("auto"), out=".")
         parent = content.pop("parent")
         return change_options(load_preset(parent), {**content, "preset": path.stem})
     except RunError as error:

@@ -166,13 +166,16 @@ def test_a_preset_file(tmp_path):
 
 
 def test_a_result_as_a_preset_repeats_its_config(shards, here):
-    """Without record, resume and out."""
+    """Without record, out and --resume=auto. What --resume=PATH names is its start."""
     every = '--groups={"head": {"every": 2}}'
     result = run(shards, "--num_iterations=2", "--seed=3", "--without=softcap", every)
     path = f"logs/{result['run_id']}.json"
     asked = gpt.config_from_dict(result["config"])
     assert gpt.make_config(gpt.parse_argv([f"--preset={path}"])) == asked
     resumed = {**result, "config": {**result["config"], "resume": "model.pt", "record": "a", "out": "b"}}
+    Path("resumed.json").write_text(json.dumps(resumed))
+    assert gpt.load_preset("resumed.json") == dataclasses.replace(asked, resume="model.pt", record="", out=".")
+    resumed["config"]["resume"] = "auto"
     Path("resumed.json").write_text(json.dumps(resumed))
     assert gpt.load_preset("resumed.json") == dataclasses.replace(asked, resume="", record="", out=".")
     assert (asked.preset, asked.seed, asked.softcap[0], asked.groups["head"].every) == ("smoke", 3, 0, 2)

@@ -66,7 +66,9 @@ def test_a_step_without_the_file_of_a_rank_is_none(names, monkeypatch, capsys):
 def test_options_are_listed_in_both_forms():
     words = ["--preset", "laptop", "--num-iterations=90", "--seed", "5", "--guard", "on"]
     row = runs.Run("a", dict(argv=words, config=dict(preset="laptop", num_iterations=90)), None).describe()
-    assert row == "| a | laptop | 90 |  | 0 |  | --guard on |"
+    assert row == "| a | laptop | 90 |  | 0 |  | --guard=on |"
+    result = dict(argv=["--preset", "logs/b.json"], config=dict(preset="laptop"))
+    assert runs.Run("a", result, None).describe() == "| a | laptop |  |  | 0 |  | --preset=logs/b.json |"
 
 
 def test_an_unknown_run_is_named(here, monkeypatch, capsys):

@@ -51,6 +51,17 @@ def keep_options(argv: list[str], dropped: set[str]) -> list[str]:
     return kept
 
 
+def read_options(argv: list[str]) -> dict[str, str]:
+    """The options of a command line by name, in the forms --name=value and --name value."""
+    options, name = {}, ""
+    for word in argv:
+        if word.startswith("--"):
+            name, _, word = word[2:].partition("=")
+            name = name.replace("-", "_")
+        options[name] = word
+    return options
+
+
 @contextmanager
 def require_packages() -> Iterator[None]:
     """Wrap the imports of a tool: a package that is not installed ends it with status 2 and one line.

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import Parser, RecordError, output_file, require_packages, run_guarded, warn
+from tools.common import Parser, RecordError, output_file, read_options, require_packages, run_guarded, warn
 
 
 def make_parser() -> Parser:
@@ -150,24 +150,13 @@ def read_result(path: Path) -> dict:
         raise RecordError(f"{path} {fault}") from None
 
 
-def read_options(run: dict) -> dict[str, str]:
-    """The options of a run's command line by name. The validation files follow the training files."""
-    options, name = {}, ""
-    for word in run["argv"]:
-        if word.startswith("--"):
-            name, _, word = word[2:].partition("=")
-            name = name.replace("-", "_")
-        if name not in ("val_files", *gpt.NOT_IN_KEY):
-            options[name] = word
-    return options
-
-
 def name_runs(runs: list[dict]) -> list[str]:
     """A name for each run: the given options in which it differs from others, and its run_id if that is not
     enough."""
-    options = [read_options(run) for run in runs]
+    options = [read_options(run["argv"]) for run in runs]
     values_of = {name: {row.get(name) for row in options} for row in options for name in row}
-    differing = sorted((name for name in values_of if len(values_of[name]) > 1),
+    unnamed = {"val_files", *gpt.NOT_IN_KEY} - {"resume"}  # those files follow the training files
+    differing = sorted((name for name in values_of if len(values_of[name]) > 1 and name not in unnamed),
                        key=lambda name: -len(values_of[name]))  # what tells most runs apart
     words = [", ".join(f"{name}={row[name][:30]}" for name in differing if name in row) for row in options]
     return [name if name and words.count(name) == 1 else f"{name} {run['run_id']}".strip()

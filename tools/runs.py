@@ -18,7 +18,7 @@ from textwrap import shorten
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import Parser, RecordError, at_least, keep_options, list_visible, run_guarded
+from tools.common import Parser, RecordError, at_least, list_visible, read_options, run_guarded
 
 UNLISTED = {"preset", "seed", "val_files", "out", "num_iterations"}
 
@@ -50,7 +50,9 @@ class Run(NamedTuple):
         metadata = self.result or self.read_state()
         config = metadata.get("config", {})
         loss, step = self.result.get("final_val_loss"), self.find_step()
-        words = keep_options(metadata.get("argv", []), UNLISTED)
+        options = read_options(metadata.get("argv", []))
+        words = [f"--{name}={value}" for name, value in options.items()
+                 if name not in UNLISTED or value.endswith(".json")]
         cells = [self.run_id, config.get("preset", ""), f"{config.get('num_iterations', '')}",
                  "" if loss is None else f"{loss:.4f}", f"{self.count_bytes() / 1e6:,.0f}",
                  "" if step is None else f"step {step}", shorten(" ".join(words), 120, placeholder=" ...")]
