@@ -347,6 +347,7 @@ def tune(args: Namespace, options: list[str]) -> dict:
         tuner = Tuner(args, options, stack)
         queue = args.alternative or list_alternatives(tuner.cfg, tuner.facts, tuner.env)
         jobs = args.jobs or max(1, min(4, tuner.facts["room"]))
+        warn(f"timing {len(queue)} alternatives")
         with Progress(len(queue), unit="alternative") as progress:
             while queue and tuner.left() > tuner.needs + tuner.reserve:
                 wave, queue = queue[:jobs], queue[jobs:]

@@ -5,7 +5,8 @@
     ./run.sh tools/plot.py logs/*.jsonl --out=runs
 
 Folders and results: validation loss, and thin the training loss, against training time and against tokens. A
-folder has one color, and the target is dashed. Single results are named by the options in which they differ.
+folder has one color, and the target is dashed. Single results are named by the options of their command
+lines in which they differ. val_files and options that change no loss, such as out, are left out.
 Runs with --telemetry_every: four panels each, with losses, gradient norms and update ratios by parameter
 group, and the time of a step, which older scripts divided into parts.
 leaderboard.py draws its picture with plot_ladder().
