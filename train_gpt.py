@@ -4627,6 +4627,8 @@ def parse_text(text: str, kind: type):
     """Text of the command line -> a value as JSON has it, for an option of this type."""
     if kind is str:
         return text
+    if text == "()":  # as --help shows an empty list
+        return []
     if kind is bool:
         return dict(on=True, true=True, off=False, false=False).get(text.lower(), text)
     if kind == tuple[str, ...]:
@@ -5154,14 +5156,8 @@ class RunLog:
 
     @file_errors()
     def __enter__(self):
-        suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard else (".txt",)
-        for suffix in suffixes if self.rt.is_main else ():
-            path = Path(self.cfg.out, "logs", self.run["run_id"] + suffix)
-            self.files[suffix] = open(path, "ab", buffering=0)
-        if self.files and not self.files[".txt"].tell():
-            self.write(".txt", f"{json.dumps(self.run)}\n{'=' * 100}")
-        if self.rt.is_main and self.cfg.tracker != "off":
-            name = self.cfg.tracker  # trackio and wandb have one interface
+        name = self.cfg.tracker if self.rt.is_main else "off"  # trackio and wandb have one interface
+        if name != "off":
             try:
                 self.tracker = importlib.import_module(name)
             except ImportError as error:
@@ -5169,8 +5165,13 @@ class RunLog:
                                f"install {name}", 2) from None
             if name == "tensorboard":
                 self.tracker = TensorBoard(self.cfg.out)
-            self.call_tracker("init", project="train_gpt", name=self.run["run_id"],
-                              config=self.run["config"])
+        suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard else (".txt",)
+        for suffix in suffixes if self.rt.is_main else ():
+            path = Path(self.cfg.out, "logs", self.run["run_id"] + suffix)
+            self.files[suffix] = open(path, "ab", buffering=0)
+        if self.files and not self.files[".txt"].tell():
+            self.write(".txt", f"{json.dumps(self.run)}\n{'=' * 100}")
+        self.call_tracker("init", project="train_gpt", name=self.run["run_id"], config=self.run["config"])
         return self
 
     def call_tracker(self, function: str, *args, **options):
@@ -5542,7 +5543,6 @@ class Checkpoints(AbstractContextManager):
         self.folder = find_key_folder(cfg, log.run) / log.run["run_id"]
         self.newest = loaded  # the last checkpoint that was loaded or saved
         self.newest_step = log.progress.step if loaded else -1
-        self.way_on = f"--resume={cfg.resume or 'auto'}"
         self.is_extra = False  # whether `newest` is removed once the result is written
         self.log, self.rt, self.bos, self.lock = log, rt, bos, None
         self.has_started = False
@@ -5648,8 +5648,9 @@ class Checkpoints(AbstractContextManager):
             if not is_saved or isinstance(error, RunError) and status < 128:
                 raise
             reason = str(error).strip().splitlines() or [repr(error)]
-            line = (f"in the final validation: {reason[0]}. {self.newest} has the weights. {self.way_on} "
-                    "validates them, and --resume=PATH with another --val_seq_len needs less memory")
+            line = (f"in the final validation: {reason[0]}. {self.newest} has the weights. "
+                    f"{self.name_way_on()} validates them, and --resume=PATH with another --val_seq_len "
+                    "needs less memory")
             if isinstance(error, (RunError, torch.OutOfMemoryError)):
                 raise RunError(line, status) from None
             raise RunError(line, status) from error
@@ -5662,7 +5663,12 @@ class Checkpoints(AbstractContextManager):
         self.rt.comm.barrier()  # torchrun ends all ranks when the first one exits
         name = signal.Signals(status - 128).name
         raise RunError(f"stopped by {name} after step {log.progress.step} of {log.cfg.num_iterations}: "
-                       f"{self.newest}. {self.way_on} continues", status)
+                       f"{self.newest}. {self.name_way_on()} continues", status)
+
+    def name_way_on(self):
+        """The option that continues this run. If other runs have its key, auto could choose one of them."""
+        runs = list(self.folder.parent.glob("*_seed*"))
+        return f"--resume={self.log.cfg.resume or ('auto' if runs == [self.folder] else self.newest)}"
 
     def write_model(self, trainer: Trainer):
         """Write model.pt: config and parameters, if they are small. All ranks must call it."""

@@ -508,6 +508,20 @@ def test_a_last_step_that_cannot_be_saved(shards, here, monkeypatch, capsys, cas
     assert "the weights" not in capsys.readouterr().err
 
 
+def test_a_line_names_the_checkpoint_if_the_same_run_has_ended(shards, here, monkeypatch, capsys):
+    """--resume=auto would find the result of the other run, and have nothing to do."""
+    args = ["--num_iterations=8", AT_THE_END]
+    ended = run(shards, *args)
+    stop_at(monkeypatch, 5)
+    run(shards, *args, status=143)
+    (step,) = Path().glob("checkpoints/*/*/step_000005")
+    assert capsys.readouterr().err.endswith(f": {step}. --resume={step} continues\n")
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    again = run(shards, *args, f"--resume={step}")
+    assert again["resumed_at"] == [5] and again["final_val_loss"] == ended["final_val_loss"]
+
+
 @pytest.mark.parametrize("owner, name, line", [
     (gpt.Stop, "finish_exchange", STOPPED), (gpt.Trainer, "validate", VALIDATION)], ids=["before the save", "validation"])
 def test_a_line_names_the_option_that_continues(shards, here, monkeypatch, capsys, owner, name, line):

@@ -375,3 +375,8 @@ def test_a_file_that_is_no_preset_is_refused_in_one_line(tmp_path, capsys, conte
 def test_old_names_of_presets_end_with_the_new_ones(old, new, capsys):
     assert gpt.main([f"--preset={old}", "--print_config"]) == 2
     assert f"--preset={old} is now named {new}" in capsys.readouterr().err and gpt.load_preset(new).preset == new
+
+
+def test_an_empty_list_is_written_as_the_help_shows_it():
+    cfg = gpt.make_config(gpt.parse_argv(["--preset=smoke", "--layers=()", "--gains=()", "--without=()", "--val_windows=()"]))
+    assert cfg == dataclasses.replace(gpt.make_config({"preset": "smoke"}), gains=(), val_windows=())

@@ -149,8 +149,9 @@ def test_a_tracker_gets_all_events(shards, here, monkeypatch, now, capsys):
     assert steps == sorted(steps)  # wandb drops a step that is lower than the one before
     monkeypatch.setitem(sys.modules, "wandb", None)
     args = ["--preset=smoke", "--device=cpu", "--warmup_iterations=0", "--tracker=wandb"]
+    before = sorted(here.rglob("logs/*"))
     assert gpt.main([*args, *data_args(shards)]) == 2
-    assert "error: --tracker=wandb needs its package" in capsys.readouterr().err
+    assert "error: --tracker=wandb needs its package" in capsys.readouterr().err and sorted(here.rglob("logs/*")) == before
 
 
 def test_tensorboard_gets_all_events(shards, here):
