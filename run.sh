@@ -6,8 +6,8 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)  # relative paths in options start in the current folder
 if [[ ${1:-} == *.py && ! -e $root/$1 && -e $1 ]]; then  # a tool's path from the current folder, or its whole path
-  set -- "$(cd "$(dirname "$1")" && pwd)/${1##*/}" "${@:2}"
-  set -- "${1#"$root"/}" "${@:2}"
+  tool=$(cd "$(dirname "$1")" && pwd)/${1##*/}
+  set -- "${tool#"$root"/}" "${@:2}"
 fi
 
 # Waiting threads free their core after 1000 spins. glibc keeps freed activations for the next step

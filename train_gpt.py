@@ -788,8 +788,8 @@ class TrainData:
         if len(self.sequences) < self.count_sequences(cfg.num_iterations):
             needed, found = schedule.count_tokens(), sum(sequence.seq_len for sequence in self.sequences)
             remedy = f"--epochs={-(-needed * cfg.epochs // found)}" if found else "a shorter --seq_len"
-            if cfg.sequence_start != "anywhere" and cfg.epochs * sum(
-                    len(shard.tokens) for shard in self.shards) > needed:
+            num_tokens = cfg.epochs * sum(len(shard.tokens) for shard in self.shards)
+            if cfg.sequence_start != "anywhere" and num_tokens > needed:
                 remedy += ", or --sequence_start=anywhere, which passes over no tokens"
             raise RunError(f"--train_files={cfg.train_files} fills {found} of the {needed} tokens of this "
                            f"run: get more files, lower --num_iterations, or give {remedy}", 2)
@@ -4735,7 +4735,8 @@ def load_preset(name: str):
         content = json.loads(path.read_text())
         if "config" in content or "derived" in content:
             cfg = config_from_dict(content.get("config", content))
-            return dataclasses.replace(cfg, record="", resume=cfg.resume.removeprefix("auto"), out=".")
+            return dataclasses.replace(cfg, record="", out=".",
+                                       resume="" if cfg.resume == "auto" else cfg.resume)
         parent = content.pop("parent")
         return change_options(load_preset(parent), {**content, "preset": path.stem})
     except RunError as error:
@@ -4914,8 +4915,8 @@ def check_world_size(cfg: Config, world_size: int):
 
 
 def derived_numbers(cfg: Config, world_size: int):
-    """Numbers that follow from the config, for --print_config and the run record. Those of a step are of the
-    last stage."""
+    """Numbers that follow from the config, for --print_config and the run record. Numbers of a step belong
+    to the last stage."""
     check_world_size(cfg, world_size)
     last = cfg.full_stages[-1]
     num_micro_batches, sequences = divide_step(cfg, world_size, last)
@@ -5069,14 +5070,14 @@ def find_result_folder(cfg: Config):
     return existing[0] if existing else root / f"{time.strftime('%Y-%m-%d', time.gmtime())}_{cfg.record}"
 
 
-@file_errors()
 def flatten_groups(config: dict):
-    """A config of a result, with an entry such as matrix_lr for each field of a parameter group."""
+    """The config of a result, with entries such as matrix_lr in place of its parameter groups."""
     fields = {f"{group}_{field}": value for group, row in config.get("groups", {}).items()
               for field, value in row.items()}
-    return {**config, **fields, "groups": None}
+    return {name: value for name, value in config.items() if name != "groups"} | fields
 
 
+@file_errors()
 def find_conflict(cfg: Config, run: dict):
     """The reason why this run's folders or record's results do not fit it, or ""."""
     results = find_result_folder(cfg)
@@ -5667,8 +5668,10 @@ class Checkpoints(AbstractContextManager):
 
     def name_way_on(self):
         """The option that continues this run. If other runs have its key, auto could choose one of them."""
-        runs = list(self.folder.parent.glob("*_seed*"))
-        return f"--resume={self.log.cfg.resume or ('auto' if runs == [self.folder] else self.newest)}"
+        if self.log.cfg.resume:
+            return f"--resume={self.log.cfg.resume}"
+        is_alone = list(self.folder.parent.glob("*_seed*")) == [self.folder]
+        return "--resume=auto" if is_alone else f"--resume={self.newest}"
 
     def write_model(self, trainer: Trainer):
         """Write model.pt: config and parameters, if they are small. All ranks must call it."""
@@ -5899,9 +5902,9 @@ def main(argv: list[str]):
             derived = derived_numbers(cfg, env_int("WORLD_SIZE", 1))
             derived["mechanisms"] = sorted(list_parts())
             with file_errors():
-                ignored = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without an error
+                handler = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without an error
                 print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1), flush=True)
-                signal.signal(signal.SIGPIPE, ignored)
+                signal.signal(signal.SIGPIPE, handler)
     except RunError as error:
         if error.__cause__ is not None:
             traceback.print_exception(error.__cause__)

@@ -16,7 +16,6 @@ in blocks of its context. Only the last column includes start-up and validations
 the loss, the ratio is to its whole training time, and marked with <.
 """
 
-import functools
 import hashlib
 import json
 import re
@@ -73,7 +72,7 @@ def write_text(text: bytes, folder: Path) -> list[str]:
 def time_process(command: list[str]) -> tuple[float, str]:
     """(seconds of a whole process, its output)."""
     start = time.perf_counter()
-    with keep_saying(f"{command[0]} goes on", functools.partial(tqdm.write, file=sys.stderr)):
+    with keep_saying(f"{command[0]} goes on"):
         done = subprocess.run(
             [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
     return time.perf_counter() - start, done.stdout

@@ -13,7 +13,6 @@ the times do not count. After each part its figures are written to OUT.json and 
 OUT.md. Exit status 0 if all parts ran and agreed, else 1. Takes the options of train_gpt.py.
 """
 
-import functools
 import json
 import os
 import re
@@ -92,9 +91,8 @@ class Day:
 
     def run(self, *command: str) -> subprocess.CompletedProcess:
         """Run a Python script of this repository within the time that is left."""
-        say = functools.partial(tqdm.write, file=sys.stderr)
         try:
-            with keep_saying(f"{' '.join(command[:2])} goes on", say):
+            with keep_saying(f"{' '.join(command[:2])} goes on"):
                 return subprocess.run([sys.executable, *command], cwd=ROOT, env=self.env, text=True,
                                       capture_output=True, timeout=max(1.0, self.left()))
         except subprocess.TimeoutExpired as error:

@@ -175,6 +175,9 @@ def test_a_result_as_a_preset_repeats_its_config(shards, here):
     resumed = {**result, "config": {**result["config"], "resume": "model.pt", "record": "a", "out": "b"}}
     Path("resumed.json").write_text(json.dumps(resumed))
     assert gpt.load_preset("resumed.json") == dataclasses.replace(asked, resume="model.pt", record="", out=".")
+    resumed["config"]["resume"] = "auto/step_5"
+    Path("resumed.json").write_text(json.dumps(resumed))
+    assert gpt.load_preset("resumed.json").resume == "auto/step_5"
     resumed["config"]["resume"] = "auto"
     Path("resumed.json").write_text(json.dumps(resumed))
     assert gpt.load_preset("resumed.json") == dataclasses.replace(asked, resume="", record="", out=".")

@@ -93,6 +93,15 @@ def test_a_record_is_of_the_data_of_its_track(shards, here, capsys):
     run(shards, "--track=mine", preset=RECORD)
 
 
+def test_a_result_that_cannot_be_read_is_one_line(shards, here, capsys):
+    run(shards, preset=RECORD)
+    (record,) = here.glob("records/*/*/*_seed*.json")
+    record.with_name("9_seed9.json").mkdir()
+    run(shards, preset=RECORD, status=1)
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and "9_seed9.json" in errors
+
+
 def test_a_record_is_of_one_script_config_and_machine(shards, here, monkeypatch, capsys):
     """Others are refused at the start, and leave nothing. Seeds and folders may differ."""
     run(shards, preset=RECORD)

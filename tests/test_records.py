@@ -514,7 +514,7 @@ def test_the_options_of_a_replay(tmp_path):
     """A result with a key is its own preset. Of an older one most of the command line is repeated."""
     argv = ["--record=a", "--resume", "x.pt", "--time-limit=9", "--checkpoint_every", "2", "--tracker=wandb"]
     old = dict(argv=[*argv, "--seed", "1"], config=dict(logs_dir="logs", records_dir="records"))
-    kept = ["--record=a", "--seed", "1", "--records_dir=o", "--logs_dir=o"]
+    kept = ["--record=a", "--seed=1", "--records_dir=o", "--logs_dir=o"]
     assert replay.make_options(tmp_path, old, "o") == kept
     new = replay.make_options(tmp_path, dict(old, key="k", run_id="r"), "o")
     assert new[:2] == [f"--preset={tmp_path}/r.json", "--out=o"]

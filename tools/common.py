@@ -33,22 +33,21 @@ def warn(line: str) -> None:
     print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
 
 
+def note(line: str) -> None:
+    """Print a line on stderr, above a progress bar."""
+    from tqdm import tqdm
+
+    tqdm.write(line, file=sys.stderr)
+
+
 def list_visible(folder: Path, pattern: str) -> list[Path]:
     """The paths of a glob pattern below a folder, sorted. Hidden ones are left out: macOS makes ._a.json."""
     return sorted(folder / name for name in glob.glob(pattern, root_dir=folder, recursive=True))
 
 
 def keep_options(argv: list[str], dropped: set[str]) -> list[str]:
-    """Remove the dropped options, in the forms --name=value and --name value."""
-    kept, words = [], iter(argv)
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if name.startswith("--") and name[2:].replace("-", "_") in dropped:
-            if not equals:
-                next(words, None)
-        else:
-            kept.append(word)
-    return kept
+    """A command line without the dropped options, in the form --name=value."""
+    return [f"--{name}={value}" for name, value in read_options(argv).items() if name not in dropped]
 
 
 def read_options(argv: list[str]) -> dict[str, str]:
@@ -145,7 +144,7 @@ def find_launcher(is_alone: bool = False) -> str:
 
 
 @contextmanager
-def keep_saying(line: str, say: Callable[[str], None] = warn) -> Iterator[None]:
+def keep_saying(line: str, say: Callable[[str], None] = note) -> Iterator[None]:
     """Print a line on stderr every ten seconds, while something works that prints nothing. say() prints."""
     done = threading.Event()
 
@@ -208,12 +207,6 @@ class Progress:
         if self.bar.disable and time.monotonic() >= self.printed + 10:
             self.printed = time.monotonic()
             print(f"{self.unit} {self.done + 1}/{self.total} goes on: {label}", file=sys.stderr, flush=True)
-
-    def note(self, line: str) -> None:
-        """Print a line above the bar."""
-        from tqdm import tqdm
-
-        tqdm.write(line, file=sys.stderr)
 
     def finish(self, label: str) -> None:
         """Count a finished run. Several threads may call it."""

@@ -55,6 +55,7 @@ from tools.common import (
     at_least,
     keep_options,
     list_visible,
+    note,
     output_file,
     require_packages,
     run_guarded,
@@ -387,7 +388,7 @@ class Comparison:
                 logs = {side: self.list_ratios(side) for side in waiting}
                 self.decided |= {waiting[index] for index in decide(list(logs.values()))}
                 known = [f"{side.name} {estimate(values).format(3)}" for side, values in logs.items()]
-                progress.note(f"pairs so far: {seed - self.first_seed + 1}. {', '.join(known)}")
+                note(f"pairs so far: {seed - self.first_seed + 1}. {', '.join(known)}")
                 if len(self.decided) == len(self.others) and not runs_all:
                     break
 

@@ -188,8 +188,9 @@ def format_chain(records: list[results.Record], refuse: Callable[[str], None] = 
             f"{link.format()}{', not shown to be faster' * (link.high >= 1)}: {link.machine}"
             for link in links)
         seconds = f"{time_runs(record):.1f} s: {results.format_machine(record.results[0])}"
-        base = bases[folder].name if folder in bases else ""
-        text += f"| [{folder.name}]({record.name}) | {base} | {measured} | {product:.3f} | {seconds} |\n"
+        base_name = bases[folder].name if folder in bases else ""
+        cells = (f"[{folder.name}]({record.name})", base_name, measured, f"{product:.3f}", seconds)
+        text += f"| {' | '.join(cells)} |\n"
     return text + "\n"
 
 

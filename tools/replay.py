@@ -39,6 +39,7 @@ from tools.common import (
     at_least,
     keep_options,
     list_visible,
+    note,
     require_packages,
     run_guarded,
     run_training,
@@ -192,7 +193,7 @@ def main() -> int:
                 is_equal, line = None, f"passed over ({differences})"
             else:
                 seconds = result["train_time_ms"] / 1000
-                progress.note(f"{name}: runs again. It took {seconds:.0f} s of training")
+                note(f"{name}: runs again. It took {seconds:.0f} s of training")
                 is_equal, line = replay(record.folder, result, args.force,
                                         lambda step, name=name: progress.show(f"{name}, {step}"))
                 progress.finish(name)

@@ -105,9 +105,7 @@ def identify(run: dict) -> dict[str, Any]:
     run: a result of any script. Missing entries are left out. Older scripts had a flat config.
     """
     hardware, versions, config = run.get("hardware", {}), run.get("versions", {}), run.get("config", {})
-    options = {name: value for name, value in config.items() if name not in ("derived", "groups")}
-    options |= {f"{group}_{field}": value for group, row in config.get("groups", {}).items()
-                for field, value in row.items()}
+    options = {name: value for name, value in gpt.flatten_groups(config).items() if name != "derived"}
     old_choices = {"dtype": hardware["activations"]} if "activations" in hardware else {}
     parts = dict(
         options=options,

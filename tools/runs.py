@@ -68,7 +68,8 @@ class Run(NamedTuple):
 
     def read_state(self) -> dict:
         """Metadata of a checkpoint, {} without one."""
-        return json.loads(states[-1].read_text()) if (states := self.list_states()) else {}
+        states = self.list_states()
+        return json.loads(states[-1].read_text()) if states else {}
 
     def is_used(self) -> bool:
         """Whether a process has locked its folder."""
