@@ -5055,8 +5055,11 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]):
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except RuntimeError as error:  # torch.save() hides the OSError of e.g. a full disk
-        raise error.__context__ or error from None
+    except (OSError, RuntimeError) as error:  # torch.save() hides the OSError of e.g. a full disk
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from None
     finally:
         partial.unlink(missing_ok=True)
 

@@ -1,5 +1,6 @@
 """Checkpoints: a stopped run continues with equal bits on any number of ranks. Damaged files are never used."""
 
+import errno
 import functools
 import hashlib
 import json
@@ -7,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -751,6 +753,26 @@ def test_a_step_that_another_process_saves_is_not_removed(shards, here, monkeypa
 
 
 # ---- disks ----------------------------------------------------------------------------------------------------------
+
+def write_tensor(file) -> None:
+    torch.save(torch.zeros(9999), file)
+
+
+@pytest.mark.parametrize("data", [bytes(9999), write_tensor])
+def test_a_write_error_names_its_file(tmp_path, data):
+    """The system allows files of 1,000 bytes. The file has its old content, and none is left beside it."""
+    path, limits = tmp_path / "model.pt", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_bytes(b"old")
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            gpt.write_atomic(path, data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, old)
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("name, step", [("rank0.pt", 6), ("state.json", 6), ("rank0.pt", 8)])

@@ -589,9 +589,6 @@ def main() -> int:
             cells = ["{:.4f} ({:.4f} to {:.4f})".format(*row) if row else "" for row in table.values()]
             print(f"| {side.name} | {' | '.join(cells)} |")
         print("", *comparison.describe_machine(), sep="\n")
-        for row in report["sides"]:
-            print(f"{row['side']} needs {row['ratio']:.3f} of the time of {comparison.base.name} at equal "
-                  f"loss ({row['low']:.3f} to {row['high']:.3f}, {row['pairs']} pairs): {row['verdict']}")
         if args.json:
             gpt.write_atomic(args.json, f"{json.dumps(report, indent=1)}\n".encode())
         if args.plot:
@@ -599,6 +596,9 @@ def main() -> int:
         if folder:
             comparison.leave_record(folder, Path(args.sides[0]))
             print(f"record: {folder}. Check it with ./run.sh tools/validate.py {shlex.quote(str(folder))}")
+        for row in report["sides"]:
+            print(f"{row['side']} needs {row['ratio']:.3f} of the time of {comparison.base.name} at equal "
+                  f"loss ({row['low']:.3f} to {row['high']:.3f}, {row['pairs']} pairs): {row['verdict']}")
         return 0
 
     return run_guarded(body, "interrupted. Give the same command again to go on")
