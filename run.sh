@@ -74,7 +74,7 @@ fi
 
 if [[ ${1:-} == test ]]; then
   cd "$root"
-  if (($# > 1)); then time=""; else time=". They take about six minutes on two cores"; fi
+  if (($# > 1)); then time=""; else time=". They take about seven minutes on two cores"; fi
   echo "run.sh: collecting the tests$time" >&2
   exec "$python" -m pytest "${@:2}"
 fi

@@ -4741,6 +4741,8 @@ def load_preset(name: str):
         return change_options(load_preset(parent), {**content, "preset": path.stem})
     except RunError as error:
         raise RunError(f"{path}: {error}", 2) from None
+    except json.JSONDecodeError as error:
+        raise RunError(f"{path} is no JSON: {error}", 2) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path} is no result, and no preset with a parent, as {{\"parent\": \"laptop\", "
                        f"\"num_layers\": 6}}: {error!r}", 2) from None
@@ -4911,7 +4913,7 @@ def check_world_size(cfg: Config, world_size: int):
         num_sequences = stage.tokens_per_step // stage.seq_len
         if num_sequences % world_size:
             raise RunError(f"--tokens_per_step={stage.tokens_per_step}: {world_size} ranks cannot share "
-                           f"{num_sequences} sequences", 2)
+                           f"{num_sequences} sequences: the number of ranks must divide it", 2)
 
 
 def derived_numbers(cfg: Config, world_size: int):
@@ -5194,21 +5196,8 @@ class RunLog:
         self.call_tracker("finish")
         if isinstance(error, RunError):
             self.write(".txt", str(error))
-        elif isinstance(error, Exception):
-            error.add_note(self.describe_escape())
         for file in self.files.values():
             file.close()
-
-    def describe_escape(self):
-        """What to try after an unexpected error. It becomes the last line of its traceback."""
-        ways = []
-        if self.rt.fast:
-            ways.append(f"--fast=off (this run has {', '.join(sorted(self.rt.fast))})")
-        if self.rt.use_compile:
-            ways.append("--compile=off, or an empty folder TORCHINDUCTOR_CACHE_DIR")
-        if not ways:
-            return ""
-        return f"train_gpt.py: if the cause is not an edit of your own, try {' and '.join(ways)}"
 
     def write(self, suffix: str, line: str):
         with suppress(KeyError, OSError):  # a full disk does not end a run
@@ -5232,7 +5221,8 @@ class RunLog:
                 f"{derived['train_tokens'] / 1e6:.2f} M training tokens")
         for text in filter(None, (line, *self.rt.notes, *lines)):
             self.print(text)
-        if sys.stderr.isatty() and self.rt.is_main:
+        is_terminal = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).lines > 0
+        if is_terminal and self.rt.is_main:  # a terminal without a size shows no bar
             self.bar = tqdm(total=cfg.num_iterations, initial=self.progress.step, unit="step",
                             mininterval=0.5, dynamic_ncols=True)
 
@@ -5891,6 +5881,7 @@ def main(argv: list[str]):
     """Run a command line. Returns the exit status, and prints a RunError as one line."""
     status = 0
     line = ""  # for standard error
+    cause = None  # an unexpected error
     rank = env_int("RANK", 0)
     try:
         values = parse_argv(argv)
@@ -5909,14 +5900,17 @@ def main(argv: list[str]):
                 print(json.dumps({**plain_dict(cfg), "derived": derived}, indent=1), flush=True)
                 signal.signal(signal.SIGPIPE, handler)
     except RunError as error:
-        if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
+        cause = error.__cause__
         status, line = error.status, f"{'error: ' if error.status < 128 else ''}{error}"
     except KeyboardInterrupt:
         status, line = 130, "stopped by SIGINT"
-    except Exception:
+    except Exception as error:
+        cause = error
         status = 1
-        traceback.print_exc()
+    if cause is not None:
+        traceback.print_exception(cause)
+    if isinstance(cause, dist.DistError) or "gloo" in str(cause):  # another rank is gone
+        time.sleep(3)  # torchrun sees its end first
     # A signal ends all ranks, and rank 0 prints it. Errors are printed by all ranks, the others after three
     # seconds: if rank 0 has the error, too, torchrun has ended them by then
     if line and (rank == 0 or status < 128):

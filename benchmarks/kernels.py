@@ -502,7 +502,10 @@ def format_table(result: dict) -> str:
 
 
 def list_tokens(text: str) -> list[int]:
-    return [at_least(1)(number) // 128 * 128 or 128 for number in text.split(",")]
+    numbers = [at_least(128)(number) for number in text.split(",")]
+    if wrong := [number for number in numbers if number % 128]:
+        raise ArgumentTypeError(f"{wrong[0]} is not a multiple of 128")
+    return numbers
 
 
 def list_names(text: str) -> list[str]:

@@ -231,7 +231,6 @@ def test_a_bug_keeps_its_traceback_and_the_log(shards, here, monkeypatch, capsys
     before_call(monkeypatch, gpt.Trainer, where, fail)
     assert gpt.main([*TINY, "--telemetry_every=2", *data_args(shards)]) == 1
     assert "Traceback (most recent call last)" in (said := capsys.readouterr().err) and str(error) in said
-    assert said.splitlines()[-1].endswith("try --fast=off (this run has block_attention, head_loss, rms_norm)")
     (log,) = Path("logs").glob("*.txt")
     if where == "train_step":
         assert list_logged(log) == [1, 2, 3, 4]

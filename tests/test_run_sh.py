@@ -151,6 +151,29 @@ def test_an_unusable_python_is_named(tmp_path, has_venv):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+FAILING = """if __name__ == "__main__":
+    real_step = Trainer.train_step
+    def train_step(trainer, *args):
+        if trainer.rt.comm.rank == 1 and trainer.progress.step == 2:
+            CALL
+        return real_step(trainer, *args)
+    Trainer.train_step = train_step
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call, status", [("os.kill(os.getpid(), signal.SIGKILL)", 137), ("raise ValueError(7)", 1)])
+def test_the_rank_that_ended_first_is_named(tmp_path, shards, call, status):
+    """The other rank loses its connection, and ends later."""
+    (tmp_path / "run.sh").symlink_to(ROOT / "run.sh")
+    before, main = (ROOT / "train_gpt.py").read_text().rsplit('if __name__ == "__main__":\n', 1)
+    (tmp_path / "train_gpt.py").write_text(before + FAILING.replace("CALL", call) + main)
+    words = [tmp_path / "run.sh", *TINY, "--tokens_per_step=1024", f"--out={tmp_path}", *data_args(shards)]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"NPROC": "2", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == status and "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1] == f"run.sh: rank 1 ended first, with status {status}"
+
+
 @pytest.mark.slow
 def test_two_processes_train_and_stop(tmp_path, shards):
     """SIGUSR1 of the launcher reaches the ranks, which write a checkpoint and end."""

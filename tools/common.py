@@ -191,8 +191,8 @@ class Progress:
         from tqdm import tqdm
 
         self.total, self.done, self.unit, self.lock = total, done, unit, threading.Lock()
-        columns = shutil.get_terminal_size().columns  # 80 if the terminal does not say
-        self.bar = tqdm(total=total, initial=done, unit=unit, disable=None, ncols=columns)
+        columns, rows = shutil.get_terminal_size()  # 80 and 24 if the terminal does not say
+        self.bar = tqdm(total=total, initial=done, unit=unit, disable=None, ncols=columns, nrows=rows)
         self.printed = time.monotonic()
 
     def __enter__(self) -> "Progress":
