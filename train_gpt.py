@@ -4665,7 +4665,8 @@ def convert(value, kind: type):
     if kind is int and isinstance(value, float) and value.is_integer():  # 1e3
         return int(value)
     if type(value) is not kind and not (kind is float and type(value) is int):
-        names = {bool: "on or off", tuple: "a list: give values separated by commas"}
+        names = {bool: "on or off", int: "a whole number", float: "a number",
+                 tuple: "a list: give values separated by commas"}
         expected = names.get(getattr(kind, "__origin__", kind), getattr(kind, "__name__", kind))
         raise ValueError(f"{value!r} is not {expected}")
     return value
