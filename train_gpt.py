@@ -4645,6 +4645,8 @@ def parse_text(text: str, kind: type):
 
 def convert(value, kind: type):
     """A value of JSON -> an annotated type. ValueError and others: no fit."""
+    if kind is bool and isinstance(value, str):  # on and off are allowed in JSON, too
+        value = parse_text(value, bool)
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is tuple and isinstance(value, (list, tuple)):
         kinds = arguments
@@ -5487,7 +5489,9 @@ def load_state(trainer: Trainer, step: Path, metadata: dict):
               for name in bucket.params for key, tensor in bucket.tensors().items()}
     stored.pop("fp8/scales", None)
     if differing := sorted(needed.items() ^ stored.items()):
-        raise RunError(f"{step} and this run differ in {differing[0]}: give the options of its run", 2)
+        entry, shape = differing[0]
+        raise RunError(f"{step} and this run differ in parameters or optimizer state, first in {entry} of "
+                       f"shape {shape}: give the layers, sizes and update rules of its run", 2)
 
     for entry, rows in collect_rows(trainer).items():
         name, _, first = entry.rpartition("/")

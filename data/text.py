@@ -114,11 +114,10 @@ LISTED = 5  # printed files of one reason
 
 
 class Progress(tqdm):
-    """Progress in bytes on stderr: a bar on a terminal, else a line each second. Nothing for short work."""
+    """Progress in bytes on stderr: a bar on a terminal, else a line each second."""
 
     def __init__(self, work: str, total: int | None = None):
-        super().__init__(desc=work, total=total, unit="B", unit_scale=True, disable=None,
-                         delay=PROGRESS_SECONDS)
+        super().__init__(desc=work, total=total, unit="B", unit_scale=True, disable=None)
         self.work, self.last = work, time.monotonic()
 
     def update(self, size: int) -> None:

@@ -383,3 +383,8 @@ def test_old_names_of_presets_end_with_the_new_ones(old, new, capsys):
 def test_an_empty_list_is_written_as_the_help_shows_it():
     cfg = gpt.make_config(gpt.parse_argv(["--preset=smoke", "--layers=()", "--gains=()", "--without=()", "--val_windows=()"]))
     assert cfg == dataclasses.replace(gpt.make_config({"preset": "smoke"}), gains=(), val_windows=())
+
+
+@pytest.mark.parametrize("value", ["true", '"on"'])
+def test_on_and_off_are_booleans_of_json(value):
+    assert all(layer.xsa for layer in gpt.make_config({"preset": "smoke", "layers": f'{{"xsa": {value}}}'}).layers)
