@@ -4845,7 +4845,8 @@ def check(cfg: Config):
 def find_problems(cfg: Config):
     """Yield (condition, error line). A condition may rely on the ones before it."""
     yield not cfg.stages, "--stages is empty: give at least one"
-    for name, unit in dict(head_dim=4, short_qk_dim=4, value_gate_dim=2, val_seq_len=BLOCK).items():
+    for name, unit in dict(head_dim=4, short_qk_dim=4, value_gate_dim=2, val_seq_len=BLOCK,
+                           tokens_per_step=BLOCK).items():
         value = getattr(cfg, name)
         yield value % unit != 0, f"--{name}={value} is not a multiple of {unit}"
     for name, unit_name in dict(val_tokens="val_seq_len", num_heads="qk_group_heads",
@@ -4856,8 +4857,9 @@ def find_problems(cfg: Config):
     width = cfg.num_heads * cfg.head_dim
     longest = cfg.micro_batch_tokens
     yield cfg.attention_gate_dim > width, f"--attention_gate_dim={cfg.attention_gate_dim} exceeds {width}"
-    yield (cfg.model_dim != width, f"--model_dim={cfg.model_dim} is not num_heads * head_dim = {width}: "
-           f"give a multiple of --head_dim={cfg.head_dim}, and no --num_heads")
+    yield (cfg.model_dim != width,
+           f"--model_dim={cfg.model_dim} is not --num_heads={cfg.num_heads} * --head_dim={cfg.head_dim}: "
+           f"give a multiple of {cfg.head_dim}, and no --num_heads")
     for name, group in cfg.groups.items():
         rules = [key for key, rule in RULES.items() if not (
             rule.row_state and name != "ngram" or rule.whole_matrix and name != "matrix")]

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 from conftest import ROOT, TINY, data_args
@@ -169,7 +170,9 @@ def test_the_rank_that_ended_first_is_named(tmp_path, shards, call, status):
     before, main = (ROOT / "train_gpt.py").read_text().rsplit('if __name__ == "__main__":\n', 1)
     (tmp_path / "train_gpt.py").write_text(before + FAILING.replace("CALL", call) + main)
     words = [tmp_path / "run.sh", *TINY, "--tokens_per_step=1024", f"--out={tmp_path}", *data_args(shards)]
-    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"NPROC": "2", "OMP_NUM_THREADS": "1"})
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # with this Python no packages are missing
+    env = os.environ | {"NPROC": "2", "OMP_NUM_THREADS": "1", "PATH": path}
+    done = subprocess.run(words, capture_output=True, text=True, env=env)
     assert done.returncode == status and "Traceback" in done.stderr
     assert done.stderr.splitlines()[-1] == f"run.sh: rank 1 ended first, with status {status}"
 
