@@ -175,6 +175,8 @@ def fail(mode: str, at_rank: str, *argv: str) -> int:
                 trainer.model.embed.grad.fill_(float("nan"))
             if mode in signals:
                 os.kill(os.getpid(), signals[mode])
+            while mode == "freeze":  # something has continued this process
+                os.kill(os.getpid(), signal.SIGSTOP)
         return real(trainer, *args)
 
     def validate_and_stop(trainer, *args):
