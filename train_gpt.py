@@ -2990,8 +2990,9 @@ def train(cfg: Config, rt: Runtime, argv: list[str]):
             with checkpoints.name_weights(), stop.at_once():
                 val_loss = trainer.validate(val_data, schedule.at(progress.step))
             log.log_validation(val_loss)
-        log.finish({**setup, **measure_run(trainer, run)})
+        measured = {**setup, **measure_run(trainer, run)}
         checkpoints.write_model(trainer)
+        log.finish(measured)  # last, because a run with a result is finished
         checkpoints.remove_last()
         if checkpoints.problem:
             raise RunError(checkpoints.problem)
