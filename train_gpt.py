@@ -4767,11 +4767,12 @@ def make_config(values: dict):
     if not cfg.layers:
         cfg = dataclasses.replace(cfg, layers=build_layers(cfg.num_layers, cfg.layer_pattern))
     if "without" in options:
-        parts = list_parts()
+        parts = dict(sorted(list_parts().items()))
         for part in cfg.without:
-            if part not in parts:
-                raise RunError(f"--without={part[:100]}: choose among {', '.join(sorted(parts))}", 2)
-            cfg = change_options(cfg, parts[part])
+            try:
+                cfg = change_options(cfg, look_up(parts, part))
+            except ValueError as error:
+                raise RunError(f"--without={part[:100]}: {error}", 2) from None
         cfg = change_options(cfg, {key: value for key, value in options.items()  # given options win
                                    if key not in ("layers", "stages")})
     check(cfg)
@@ -4860,7 +4861,7 @@ def find_problems(cfg: Config):
     yield cfg.attention_gate_dim > width, f"--attention_gate_dim={cfg.attention_gate_dim} exceeds {width}"
     yield (cfg.model_dim != width,
            f"--model_dim={cfg.model_dim} is not --num_heads={cfg.num_heads} * --head_dim={cfg.head_dim}: "
-           f"give a multiple of {cfg.head_dim}, and no --num_heads")
+           f"without --num_heads give a multiple of {cfg.head_dim}")
     for name, group in cfg.groups.items():
         rules = [key for key, rule in RULES.items() if not (
             rule.row_state and name != "ngram" or rule.whole_matrix and name != "matrix")]
@@ -5063,11 +5064,13 @@ def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]):
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except (OSError, RuntimeError) as error:  # torch.save() hides the OSError of e.g. a full disk
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
-        raise OSError(cause.errno, cause.strerror, str(path)) from None
+    except (OSError, RuntimeError) as error:
+        cause = error
+        if isinstance(error, RuntimeError) and error.__context__:  # torch.save() replaces e.g. a Ctrl-C
+            cause = error.__context__
+        if isinstance(cause, OSError):  # e.g. of a full disk. It does not always name its file
+            cause = OSError(cause.errno, cause.strerror, str(path))
+        raise cause from None
     finally:
         partial.unlink(missing_ok=True)
 

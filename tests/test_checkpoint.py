@@ -3,6 +3,7 @@
 import errno
 import functools
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -772,6 +773,24 @@ def test_a_write_error_names_its_file(tmp_path, data):
         signal.signal(signal.SIGXFSZ, old)
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+class Interrupted(io.BytesIO):
+    """A file at whose second write Ctrl-C is pressed."""
+
+    def write(self, data) -> int:
+        if self.tell():
+            raise KeyboardInterrupt
+        return super().write(data)
+
+
+def test_ctrl_c_while_a_tensor_is_written_stays_one(tmp_path):
+    """torch.save() raises a RuntimeError instead."""
+    with pytest.raises(RuntimeError):
+        write_tensor(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        gpt.write_atomic(tmp_path / "model.pt", lambda _: write_tensor(Interrupted()))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name, step", [("rank0.pt", 6), ("state.json", 6), ("rank0.pt", 8)])

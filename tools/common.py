@@ -99,6 +99,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
                          allow_abbrev=False)
 
+    def parse_known_args(self, args: list[str] | None = None, namespace=None):
+        """'-' and '_' are equivalent in names, as in train_gpt.py."""
+        words = sys.argv[1:] if args is None else args
+        words = [re.sub("^--[^=]*", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in words]
+        return super().parse_known_args(words, namespace)
+
     def error(self, message: str) -> NoReturn:
         hint = ""
         if message.startswith("unrecognized") and "--extra" in self._option_string_actions:
