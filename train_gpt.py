@@ -247,8 +247,8 @@ class Config:
     warmup_iterations: int = option(3, "untimed warmup updates in each stage, of the group with the most "
                                     "steps between updates", 0)
     out: str = option(".", "folder of logs/, records/ and checkpoints/")
-    checkpoint_every: int = option(0, "steps between checkpoints. 0: the last step has one until the result "
-                                   "is written", 0)
+    checkpoint_every: int = option(0, "steps between checkpoints. One waits until all gradients are used in "
+                                   "updates. 0: the last step has one until the result is written", 0)
     resume: str = option("", "checkpoint to continue from. auto: the furthest with the same script, options "
                              "and data, if any. A model.pt: begin at step 0 with its weights")
     telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
@@ -4274,7 +4274,7 @@ def choose_dtype(cfg: Config, device):
         has_bf16 = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     chosen = "bfloat16" if has_bf16 else "float32"
     dtype = getattr(torch, chosen if cfg.dtype == "auto" else cfg.dtype)
-    rate = measure_matmul(device, dtype, 8192 if is_cuda else 1024)
+    rate = measure_matmul(device, dtype, 8192 if is_cuda else 512)
     return dtype, rate, f"activations: {str(dtype)[6:]} (matmul: {rate / 1e12:.2f} TFLOP/s)"
 
 
@@ -5918,10 +5918,10 @@ def main(argv: list[str]):
     except Exception as error:
         cause = error
         status = 1
+    if isinstance(cause, dist.DistError) or "gloo" in str(cause):  # another rank is gone
+        time.sleep(3)  # torchrun sees its end first, and ends this rank
     if cause is not None:
         traceback.print_exception(cause)
-    if isinstance(cause, dist.DistError) or "gloo" in str(cause):  # another rank is gone
-        time.sleep(3)  # torchrun sees its end first
     # A signal ends all ranks, and rank 0 prints it. Errors are printed by all ranks, the others after three
     # seconds: if rank 0 has the error, too, torchrun has ended them by then
     if line and (rank == 0 or status < 128):

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import ROOT, Parser, at_least, output_file, require_packages, run_guarded
+from tools.common import ROOT, Parser, at_least, note, output_file, require_packages, run_guarded
 
 CARD = next((word[7:] for word in sys.argv if word.startswith("--card=")), "")
 if __name__ == "__main__" and CARD:  # before torch is imported
@@ -526,6 +526,7 @@ def main() -> int:
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write everything as JSON")
     args, options = common.parse_known(parser)
     if not (CARD or torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
+        note("no GPU: compiling for an H100 (--card). Nothing is timed")
         return subprocess.run([sys.executable, __file__, *sys.argv[1:], "--card=h100"]).returncode
 
     def body() -> None:

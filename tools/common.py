@@ -101,8 +101,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: list[str] | None = None, namespace=None):
         """'-' and '_' are equivalent in names, as in train_gpt.py."""
-        words = sys.argv[1:] if args is None else args
-        words = [re.sub("^--[^=]*", lambda name: "--" + name[0][2:].replace("-", "_"), word) for word in words]
+        words = [re.sub("^--[^=]*", lambda name: "--" + name[0][2:].replace("-", "_"), word)
+                 for word in (sys.argv[1:] if args is None else args)]
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
