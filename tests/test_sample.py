@@ -64,7 +64,7 @@ def test_a_folder_is_its_newest_model(checkpoint, capsys, tmp_path):
     for newest, oldest in ((model, checkpoint), (checkpoint, model)):
         os.utime(oldest, (1, 1))
         os.utime(newest, (2, 2))
-        assert tool.main([str(model.parents[2]), "--device=cpu", "--max_new_tokens=20"]) == 0
+        assert tool.main([str(model.parents[2]), "--device=cpu", "--max-new-tokens=20"]) == 0
         out, errors = capsys.readouterr()
         assert errors == f"sampling from {newest}\n"
         assert out == sample(capsys, model, "--max_new_tokens=20")
