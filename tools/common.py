@@ -111,7 +111,7 @@ class Parser(argparse.ArgumentParser):
             hint = " (--extra='--name=value' passes options to train_gpt.py)"
         elif message.startswith("unrecognized") and "--parts" in self._option_string_actions:
             hint = " (options of a side stand in its quotes: 'smoke --name=value', those of all after --)"
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}{hint}: see --help\n")
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}{hint} (see --help)\n")
 
 
 def at_least(low: float, kind: type = int) -> Callable[[str], float]:
