@@ -228,21 +228,20 @@ def format_report(result: dict) -> str:
 
 
 def advise(result: dict) -> str:
-    """A line with latency, bandwidth, the link's time for a step, and a verdict by the exposed part."""
+    """A line with the time of the smallest message, the bandwidth, and a verdict by the exposed part."""
     whole = [row for row in result["messages"] if row["group"] == "all ranks"]
     kind = "reduce_scatter + all_gather"
-    latency, best = whole[0][kind]["ms"], max(row[kind]["bus_gb_per_s"] for row in whole)
+    least, best = whole[0][kind]["ms"], max(row[kind]["bus_gb_per_s"] for row in whole)
     _, step = result["steps"]
-    bare = step["minimum_mb"] / best  # ms
     spread = max(row["spread_ms"] for row in result["steps"])
     word = ("suits the recipe" if step["exposed"] < 0.1 else "costs something" if step["exposed"] < 0.3
             else "is too slow for this step")
     verdict = f"this connection {word}"
     if step["exposed"] * step["ms"] < spread:
         verdict = f"less than the spread of a step, {spread:.1f} ms. More --num_steps decide"
-    return (f"latency {latency:.3f} ms, bandwidth {best:.2f} GB/s, which allows {step['minimum_mb']:.1f} MB "
-            f"per step in {bare:.1f} ms. {100 * step['exposed']:.0f} % of a step of {step['ms']:.1f} ms "
-            f"is communication that nothing hides: {verdict}")
+    return (f"the smallest message takes {least:.3f} ms, and the largest bandwidth is {best:.2f} GB/s. "
+            f"{100 * step['exposed']:.0f} % of a step of {step['ms']:.1f} ms is communication that nothing "
+            f"hides: {verdict}")
 
 
 def measure(args: Namespace, values: dict) -> None:

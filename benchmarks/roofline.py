@@ -62,7 +62,7 @@ def load(card: str, folder: Path, options: list[str]) -> dict:
     if not path.exists():
         script = ROOT / "tests" / "cuda_without_gpu" / "cuda_compile.py"
         command = [sys.executable, str(script), card, f"--json={path}", *options]
-        warn(f"compiling code for {card}, minutes")
+        warn(f"compiling code for {card}, minutes (--cards chooses)")
         with keep_saying("still compiling"):
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:

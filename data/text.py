@@ -731,7 +731,7 @@ def print_commands(out: Path, vocab_size: int, tokens: dict[str, int]) -> None:
         if steps < plan.num_steps:
             more["num_iterations"] = steps
             share = f"{steps * cfg.tokens_per_step / pass_tokens:.0%}"
-        show(f"train on it ({plan.step_seconds * steps:.0f} s here, reads {share})", **more)
+        show(f"train on it ({plan.step_seconds * steps:.0f} s of training here, reads {share})", **more)
 
 
 def main(argv: list[str] | None = None) -> int:

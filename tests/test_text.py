@@ -455,7 +455,8 @@ def test_the_share_that_is_read(tmp_path, capsys, monkeypatch):
     steps = 10_000_001 // 1024 * 1024 // 2048
     assert [line.partition(":")[0] for line in lines] == [
         "on a GPU (never timed, reads all)", *(f"timing five steps of size {size} of 3 ..." for size in (1, 2)),
-        f"train on it ({0.04 * steps:.0f} s here, reads 100%)", "train on it (60 s here, reads 31%)"]
+        f"train on it ({0.04 * steps:.0f} s of training here, reads 100%)",
+        "train on it (60 s of training here, reads 31%)"]
     assert "--num_iterations=1500 " in lines[4] and "num_iterations" not in lines[3]
 
 

@@ -127,7 +127,7 @@ def main() -> int:
         if not chosen:
             return 0
         size = sum(run.count_bytes() for run in chosen) / 1e6
-        question = f"remove checkpoints and models of {len(chosen)} runs, {size:,.0f} MB? (y/n) "
+        question = f"remove {size:,.0f} MB of checkpoints and models (runs: {len(chosen)})? (y/n) "
         try:
             answer = "y" if args.yes else input(question)
         except EOFError:
