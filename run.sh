@@ -75,7 +75,7 @@ fi
 if [[ ${1:-} == test ]]; then
   cd "$root"
   if (($# > 1)); then time=""; else time=". All take about seven minutes on two cores"; fi
-  echo "run.sh: the first dot comes after up to half a minute, because pytest first reads all tests$time" >&2
+  echo "run.sh: pytest reads all tests before the first dot, which can take a minute$time" >&2
   exec "$python" -m pytest "${@:2}"
 fi
 export RUN_SH=$0  # printed commands start with it

@@ -228,10 +228,7 @@ def format_report(result: dict) -> str:
 
 
 def advise(result: dict) -> str:
-    """A line with the time of the smallest message, the bandwidth, and a verdict by the exposed part."""
-    whole = [row for row in result["messages"] if row["group"] == "all ranks"]
-    kind = "reduce_scatter + all_gather"
-    least, best = whole[0][kind]["ms"], max(row[kind]["bus_gb_per_s"] for row in whole)
+    """A line with a verdict by the exposed part of a step."""
     _, step = result["steps"]
     spread = max(row["spread_ms"] for row in result["steps"])
     word = ("suits the recipe" if step["exposed"] < 0.1 else "costs something" if step["exposed"] < 0.3
@@ -239,8 +236,7 @@ def advise(result: dict) -> str:
     verdict = f"this connection {word}"
     if step["exposed"] * step["ms"] < spread:
         verdict = f"less than the spread of a step, {spread:.1f} ms. More --num_steps decide"
-    return (f"the smallest message takes {least:.3f} ms, and the largest bandwidth is {best:.2f} GB/s. "
-            f"{100 * step['exposed']:.0f} % of a step of {step['ms']:.1f} ms is communication that nothing "
+    return (f"{100 * step['exposed']:.0f} % of a step of {step['ms']:.1f} ms is communication that nothing "
             f"hides: {verdict}")
 
 
