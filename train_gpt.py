@@ -5620,7 +5620,7 @@ class Checkpoints(AbstractContextManager):
     def save_last(self, trainer: Trainer, must_save: bool):
         """Save the last step, unless it is saved, or large and not must_save. All ranks must call it."""
         step = trainer.progress.step
-        if self.newest_step == step:  # an earlier life of this run may have saved it here
+        if self.newest_step == step:  # saved for --checkpoint_every, or loaded
             self.is_extra = not self.log.cfg.checkpoint_every and self.newest.parent == self.folder
             return
         num_bytes = self.count_bytes(collect_rows(trainer).values())

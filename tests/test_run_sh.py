@@ -165,7 +165,7 @@ FAILING = """if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("call, status", [("os.kill(os.getpid(), signal.SIGKILL)", 137), ("raise ValueError(7)", 1)])
 def test_the_rank_that_ended_first_is_named(tmp_path, shards, call, status):
-    """The other rank loses its connection, and ends later. On a busy machine it has a traceback, too."""
+    """The other rank loses its connection, and ends later."""
     (tmp_path / "run.sh").symlink_to(ROOT / "run.sh")
     before, main = (ROOT / "train_gpt.py").read_text().rsplit('if __name__ == "__main__":\n', 1)
     (tmp_path / "train_gpt.py").write_text(before + FAILING.replace("CALL", call) + main)
@@ -173,7 +173,7 @@ def test_the_rank_that_ended_first_is_named(tmp_path, shards, call, status):
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"  # with this Python no packages are missing
     env = os.environ | {"NPROC": "2", "OMP_NUM_THREADS": "1", "PATH": path}
     done = subprocess.run(words, capture_output=True, text=True, env=env)
-    assert done.returncode == status and ("Traceback" in done.stderr or status == 137)
+    assert done.returncode == status and ("ValueError: 7" in done.stderr) == (status == 1)
     assert done.stderr.splitlines()[-1] == f"run.sh: rank 1 ended first, with status {status}"
 
 
