@@ -38,6 +38,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -230,13 +231,16 @@ class Config:
     val_loss_every: int = option(125, "steps between validations. 0: only the last. -1: a tenth of all", -1)
     num_iterations: int = option(1670, "optimizer steps. 0: those of --epochs passes over the data", 0)
     extension_steps: int = option(0, "final steps, included in num_iterations, that run the last stage", 0)
-    tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks", 128)
-    seq_len: int = option(49_152, "tokens per packed sequence, independent of the number of ranks", 128)
+    tokens_per_step: int = option(393_216, "training tokens of one optimizer step, over all ranks. A "
+                                  "stage may have its own", 128)
+    seq_len: int = option(49_152, "tokens per packed sequence, on any number of ranks. A stage may have "
+                          "its own", 128)
     micro_batch_tokens: int = option(49_152, "most tokens of a forward pass, but a validation sequence may "
                                      "have more", 128)
     sequence_start: str = option("document", "start of packed sequences: a document, or the previous end",
                                  choices=("document", "anywhere"), off="anywhere")
-    max_doc_len: int = option(2048, "tokens of a document, with sequence_start=document", 2)
+    max_doc_len: int = option(2048, "tokens of a document, with sequence_start=document. A stage may have "
+                              "its own", 2)
     max_attention_len: int = option(0, "longest piece of a training document in attention. 0: all", 0, off=0)
     stages: tuple[Stage, ...] = option((
         Stage(duration=1, window_long=384, window_short=128),
@@ -2837,9 +2841,10 @@ class Trainer:
         """Mean loss of the first num_batches batches (None: all)."""
         self.optimizer.check_ranks()
         rt, num_batches = self.rt, num_batches or data.num_batches
+        batches = data.batches(rt.comm, num_batches)
         total = torch.zeros((), dtype=torch.float64, device=rt.device)
         step_inputs = self.get_step_inputs(state, data.batch_tokens, self.cfg.val_seq_len)
-        for batch, counts in data.batches(rt.comm, num_batches):
+        for batch, counts in report_progress(batches, -(-num_batches // rt.world_size), "validation", rt):
             total += self.model(move_batch(batch, rt.device), step_inputs, self.val_ops) * counts
         return rt.comm.all_reduce(total).item() / (num_batches * data.batch_tokens)
 
@@ -2873,10 +2878,12 @@ class Trainer:
         for stage, start, end in stages:
             print_phase(f"warm-up with {stage.tokens_per_step:,} tokens per step", self.rt)
             num_steps = min(self.cfg.warmup_iterations * self.cfg.longest_period, end - start)
-            batches = (move_batch(batch, self.rt.device)
-                       for batch in train_data.batches(self.rt.comm, start, start + num_steps))
+            num_batches = num_steps * divide_step(self.cfg, self.rt.world_size, stage)[0]
+            batches = train_data.batches(self.rt.comm, start, start + num_steps)
+            moved = (move_batch(batch, self.rt.device)
+                     for batch in report_progress(batches, num_batches, "warm-up", self.rt))
             for _ in range(num_steps):
-                self.train_step(batches, self.schedule.at(start))
+                self.train_step(moved, self.schedule.at(start))
         print_phase("warm-up of the validation", self.rt)
         if self.use_compile:
             try:
@@ -4247,7 +4254,7 @@ def clock(device):
 
 def measure_matmul(device, dtype, size: int):
     a = torch.randn(size, size, device=device).to(dtype)
-    timer = benchmark.Timer("a @ a", globals=dict(a=a), num_threads=torch.get_num_threads())
+    timer = benchmark.Timer("a @ a.T", globals=dict(a=a), num_threads=torch.get_num_threads())
     return 2 * size**3 / timer.timeit(6).median
 
 
@@ -4275,7 +4282,9 @@ def choose_dtype(cfg: Config, device):
     chosen = "bfloat16" if has_bf16 else "float32"
     dtype = getattr(torch, chosen if cfg.dtype == "auto" else cfg.dtype)
     rate = measure_matmul(device, dtype, 8192 if is_cuda else 512)
-    return dtype, rate, f"activations: {str(dtype)[6:]} (matmul: {rate / 1e12:.2f} TFLOP/s)"
+    speed = f"{rate / 1e12:.0f} TFLOP/s" if is_cuda else f"{rate / 1e9:.0f} GFLOP/s"
+    warning = ", slow on this processor" if dtype == torch.bfloat16 and not has_bf16 else ""
+    return dtype, rate, f"activations: {str(dtype)[6:]}{warning} (matmul: {speed})"
 
 
 def read_peak_memory_mib(rt: Runtime):
@@ -5054,6 +5063,16 @@ def print_phase(name, rt: Runtime):
     print0(f"{time.perf_counter() - rt.started:.0f} s: {name}", rt)
 
 
+def report_progress(batches: Iterable, num_batches: int, name, rt: Runtime):
+    """Yield the batches. Every ten seconds print how many have been computed."""
+    printed = time.perf_counter()
+    for done, batch in enumerate(batches):
+        if time.perf_counter() > printed + 10:
+            printed = time.perf_counter()
+            print_phase(f"{name}: {done} of {num_batches} batches", rt)
+        yield batch
+
+
 def write_atomic(path: Path, data: bytes | Callable[[typing.BinaryIO], None]):
     """Write bytes, or call data(file), under a temporary name. Then sync and rename the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -5694,7 +5713,8 @@ class Checkpoints(AbstractContextManager):
             project = next((folder for folder in folders if (folder / "tools/sample.py").exists()), None)
             if project:
                 run_sh = os.environ.get("RUN_SH", f"{os.path.relpath(project)}/run.sh")  # as typed
-                print0(f"sample:          {run_sh} tools/sample.py '{path}'", self.rt)
+                command = shlex.join([run_sh, "tools/sample.py", str(path)])
+                print0(f"sample:          {command}", self.rt)
 
 
 def list_tensors(trainer: Trainer, with_tables: bool):

@@ -185,6 +185,8 @@ def run_training(command: list[str], out: Path, show: Callable[[str], None], **o
             except subprocess.TimeoutExpired:
                 show(read_step(out))
     finally:
+        if process.poll() is None:
+            note("waiting until the run ends, which may finish its step first")
         process.terminate()  # torchrun ends its ranks
         process.wait()
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
