@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -51,16 +53,21 @@ def test_what_is_started(calls_of):
 
 
 def test_paths_start_where_the_user_stands(tmp_path, shards):
-    """Of tools and of runs. A default pattern that matches nothing there means the project's files."""
+    """Of tools, of runs, and of printed commands. A default pattern that matches nothing there means the project's
+    files."""
     shutil.copytree(shards, tmp_path / "data/mine")
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/text").write_text("A text of one line.\n" * 300)
     tool = [ROOT / "run.sh", "data/text.py", "docs", "--out=here"]
     words = [ROOT / "run.sh", *TINY, "--num_iterations=2", "--train_files=data/mine", "--val_files=data/mine"]
-    for command in (tool, words, [ROOT / "run.sh", *TINY, "--num_iterations=1"]):
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=os.environ | {"NPROC": "1"})
+    for command in (tool, words, [ROOT / "run.sh", *TINY, "--num_iterations=1", "--out=what's here"]):
+        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True,
+                              env=os.environ | {"NPROC": "1"})
     assert json.loads((tmp_path / "here/corpus.json").read_text())["source"] == "docs"
-    assert len(list(tmp_path.glob("logs/*.json"))) == 2
+    assert len(list(tmp_path.glob("logs/*.json"))) == len(list(tmp_path.glob("what's here/logs/*.json"))) == 1
+    (sample,) = re.findall("^sample: (.*)", done.stdout, re.MULTILINE)
+    run_sh, script, model = shlex.split(sample)
+    assert (run_sh, script) == (str(ROOT / "run.sh"), "tools/sample.py") and (tmp_path / model).exists()
 
 
 def test_torchrun_adds_no_traceback_to_the_line_of_a_run():

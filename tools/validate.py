@@ -69,7 +69,7 @@ def format_record(record: results.Record, target: float | None, sets_target: boo
     """The line of a folder, and whether its mean is below the target at p < 0.01. None without a test."""
     summary = results.summarize(list(record.losses.values()), target)
     spread = "" if summary.n == 1 else f" +- {summary.sd:.4f} (best {min(record.losses.values()):.4f})"
-    is_below, verdict = None, "no target yet" if target is None else f"target {target:g}"
+    is_below, verdict = None, "no target (--target gives one)" if target is None else f"target {target:g}"
     if sets_target:
         verdict = f"sets the target {target:g}, its mean to two decimals, so it is not tested against it"
     elif summary.n == 1:
