@@ -109,7 +109,9 @@ def load_model(path: Path, device: str = "auto") -> tuple[gpt.GPT, gpt.Config, g
     params = dict(model.named_parameters())
     if {name: param.numel() for name, param in params.items()} != {
             name: tensor.numel() for name, tensor in tensors.items()}:
-        raise gpt.RunError(f"{path} has other parameters: use the script beside the log of its run", 2)
+        script = f"train_gpt_{metadata['script_sha256'][:12]}.py"
+        raise gpt.RunError(f"{path} has parameters of another script, {script} beside the log of its run: "
+                           "sample with this file in the place of train_gpt.py", 2)
     tensors = {name: tensor.view(params[name].shape) for name, tensor in tensors.items()}
     model.load_state_dict(tensors, assign=True)
     model.is_tied = metadata["is_tied"]
