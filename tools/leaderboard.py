@@ -28,7 +28,7 @@ with require_packages():
 
 HEAD = """# Records
 
-`./run.sh tools/leaderboard.py` writes this page from the json files in these folders. Edits are lost.
+`./run.sh tools/leaderboard.py` writes this page from the files in these folders. Edits are lost.
 A folder holds the script that ran, and the log and the result of each run. A ladder has a folder for each of
 its rungs. `./run.sh tools/replay.py FOLDER` repeats a record and compares the losses. To repeat it manually,
 with its files in `logs/`, run `python records/<track>/<folder>/train_gpt.py <argv of its json> --record=`.
