@@ -167,7 +167,7 @@ class Stage:
 class Group:
     lr: float = option(0.0, "learning rate. Stages and schedules multiply it", 0.0)
     rule: str = option("adamw", "update rule: muon, normuon, muonh, normuonh, anvil (matrices), row_adam "
-                       "(tables), or adamw")
+                       "(n-gram table), or adamw")
     betas: tuple[float, float] = option((0.8, 0.95), "Adam betas. Row variances use the second", 0.0,
                                         0.9999)
     weight_decay: float = option(0.0, "weight decay, times the learning rate. Not of muonh, normuonh", 0.0)
@@ -252,7 +252,8 @@ class Config:
                                     "steps between updates", 0)
     out: str = option(".", "folder of logs/, records/ and checkpoints/")
     checkpoint_every: int = option(0, "steps between checkpoints. One waits until all gradients are used in "
-                                   "updates. 0: the last step has one until the result is written", 0)
+                                   "updates. 0: the last step, until the result is written, if it has at "
+                                   "most 8 GB", 0)
     resume: str = option("", "checkpoint to continue from. auto: the furthest with the same script, options "
                              "and data, if any. A model.pt: begin at step 0 with its weights")
     telemetry_every: int = option(0, "steps between measurements in <run_id>.jsonl. 0: never", 0)
@@ -279,7 +280,8 @@ class Config:
                                off="float32")
     init_std: float = option(0.5, "std of initial matrices: this / sqrt(fan-in or model_dim)", 0.0)
     embed_std: tuple[float, float] = option((1.0, 1.0), "initial std of embedding, value embeddings", 0.0)
-    zero_init: str = option("on", "output projections that start at 0: all (on), of MLPs (mlp), none (off)",
+    zero_init: str = option("on", "output projections that start at 0: all (on), of MLPs (mlp), none (off). "
+                                 "With gains=output none",
                             choices=("on", "mlp", "off"), off="off")
     gains: tuple[str, ...] = option((), "learned gains of sublayers: norm (inputs, from 1), output (from 0)",
                                     choices=("norm", "output"))
