@@ -21,6 +21,8 @@ requirements=$root/requirements.txt packages=(numpy huggingface_hub tqdm)
 case ${1:-} in
   test) requirements=$root/requirements-dev.txt packages+=(scipy matplotlib pytest xdist ruff triton) ;;
   tools/sample.py) ;;
+  benchmarks/kernels.py | benchmarks/roofline.py) requirements=$root/requirements-dev.txt packages+=(scipy matplotlib triton) ;;
+  benchmarks/gpu.py) requirements=$root/requirements-dev.txt packages+=(scipy matplotlib pytest xdist triton) ;;
   tools/*.py | benchmarks/*.py) requirements=$root/requirements-tools.txt packages+=(scipy matplotlib) ;;
 esac
 
@@ -69,7 +71,9 @@ needs_corpus() {  # whether data/torch_source, the text of the small presets, is
 if needs_corpus "$@"; then
   echo "run.sh: making data/torch_source, the text of the small presets, from the installed PyTorch" >&2
   [[ -w $root/data ]] || stop "$root/data cannot be written: copy the project to a folder of your own"
-  (cd "$root" && "$python" -c 'import runpy; runpy.run_path("data/text.py")["make_embedded_corpus"]()')
+  (cd "$root" && "$python" -c 'import runpy, sys
+from tools.common import run_guarded
+sys.exit(run_guarded(runpy.run_path("data/text.py")["make_embedded_corpus"]))')
 fi
 
 if [[ ${1:-} == test ]]; then

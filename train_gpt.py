@@ -975,8 +975,9 @@ def read_vocabulary(cfg: Config):
         return {bytes(byte_of[char] for char in text): index for text, index in ids.items()
                 if text != "<|endoftext|>" and index < cfg.vocab_size}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RunError(f"--vocab_file={cfg.vocab_file} is no map from tokens to ids ({error!r}): python "
-                       "data/cached_fineweb10B.py gets one. --without=prefix_weight needs none", 2) from None
+        raise RunError(f"--vocab_file={cfg.vocab_file} is no map from tokens to ids ({error!r}): ./run.sh "
+                       "data/cached_fineweb10B.py 0 gets data/gpt2_vocab.json in the project's folder. "
+                       "--without=prefix_weight needs none", 2) from None
 
 
 def find_prefix_tokens(ids: dict[bytes, int], vocab_size: int):
@@ -4554,7 +4555,7 @@ def find_shards(pattern: str, field: str):
         paths = paths or sorted(glob.glob(place))
     if not paths:
         raise RunError(f"--{field}={pattern} matches no file: get FineWeb with ./run.sh "
-                       "data/cached_fineweb10B.py (--vocab_size=50257), the PyTorch source with ./run.sh "
+                       "data/cached_fineweb10B.py 10 (--vocab_size=50257), the PyTorch source with ./run.sh "
                        "data/text.py (257), tiny Shakespeare with ./run.sh data/tiny_shakespeare.py (257), "
                        "or your own text with ./run.sh data/text.py PATH --out FOLDER (257)", 2)
     return paths
@@ -4735,7 +4736,9 @@ def load_preset(name: str):
     that they contain."""
     folders = Path(__file__).resolve().parent, Path.cwd()
     places = [folder / "presets" / f"{name}.json" for folder in folders]
-    path = next(filter(Path.is_file, [*places, Path(name)]), None)
+    path = None
+    with suppress(OSError):  # of a name that is too long for a file
+        path = next(filter(Path.is_file, [*places, Path(name)]), None)
     if name in PRESETS:
         if path in places:
             raise RunError(f"{path} has the name of a preset of train_gpt.py: give the file another name", 2)
@@ -4879,8 +4882,9 @@ def find_problems(cfg: Config):
         label = "--matrix_rule=" if name == "matrix" else f"--groups: {name} has rule="
         yield group.rule not in rules, f"{label}{group.rule}: choose among {', '.join(rules)}"
     has_zeros = cfg.zero_init != "off" and not cfg.has_output_gain
-    yield (RULES[cfg.groups["matrix"].rule].keeps_norm and has_zeros,
-           "this --matrix_rule keeps the norm of every matrix: give --gains=output or --zero_init=off")
+    rule = cfg.groups["matrix"].rule
+    yield (RULES[rule].keeps_norm and has_zeros,
+           f"--matrix_rule={rule} keeps the norm of every matrix: give --gains=output or --zero_init=off")
     for name in (cfg.track, cfg.record or "none"):
         yield not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,99}", name), (
             f"--record or --track={name[:100]}: at most 100 lower-case letters, digits, '_', '-' and '.'")
@@ -5197,8 +5201,8 @@ class RunLog:
             try:
                 self.tracker = importlib.import_module(name)
             except ImportError as error:
-                raise RunError(f"--tracker={name} needs its package ({error}): {sys.executable} -m pip "
-                               f"install {name}", 2) from None
+                raise RunError(f"--tracker={name} needs its package ({error}): "
+                               f"{shlex.quote(sys.executable)} -m pip install {name}", 2) from None
             if name == "tensorboard":
                 self.tracker = TensorBoard(self.cfg.out)
         suffixes = (".txt", ".jsonl") if self.cfg.telemetry_every or self.cfg.guard else (".txt",)
@@ -5695,9 +5699,9 @@ class Checkpoints(AbstractContextManager):
     def name_way_on(self):
         """The option that continues this run. If other runs have its key, auto could choose one of them."""
         if self.log.cfg.resume:
-            return f"--resume={self.log.cfg.resume}"
+            return f"--resume={shlex.quote(self.log.cfg.resume)}"
         is_alone = list(self.folder.parent.glob("*_seed*")) == [self.folder]
-        return "--resume=auto" if is_alone else f"--resume={self.newest}"
+        return "--resume=auto" if is_alone else f"--resume={shlex.quote(str(self.newest))}"
 
     def write_model(self, trainer: Trainer):
         """Write model.pt: config and parameters, if they are small. All ranks must call it."""

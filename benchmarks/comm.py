@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Measure the time of collectives between ranks, and how much of it a training step does not hide.
 
-    torchrun --standalone --nproc_per_node=8 benchmarks/comm.py      # NCCL with GPUs, gloo without
+    torchrun --standalone --nproc_per_node=8 benchmarks/comm.py      # GPUs, by NCCL
+    torchrun --standalone --nproc_per_node=2 benchmarks/comm.py      # processors, by gloo
     torchrun --standalone --nproc_per_node=4 benchmarks/comm.py --preset=laptop_32 --json comm.json
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 benchmarks/comm.py
 

@@ -36,7 +36,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import ROOT, Parser, at_least, note, output_file, require_packages, run_guarded
 
-CARD = next((word[7:] for word in sys.argv if word.startswith("--card=")), "")
+WORDS = " ".join(sys.argv).replace("--card ", "--card=").split()  # also of two words
+CARD = next((word[7:] for word in WORDS if word.startswith("--card=")), "")
 if __name__ == "__main__" and CARD:  # before torch is imported
     sys.path.append(str(ROOT / "tests/cuda_without_gpu"))
     import fake_cuda

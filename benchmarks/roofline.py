@@ -25,10 +25,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import ROOT, Parser, at_least, keep_saying, require_packages, run_guarded, warn
+from tools.common import (
+    ROOT,
+    Parser,
+    RecordError,
+    at_least,
+    keep_saying,
+    require_packages,
+    run_guarded,
+    warn,
+)
+
+sys.path.append(str(ROOT / "tests/cuda_without_gpu"))
 
 with require_packages():
+    import fake_cuda
+
+    import train_gpt as gpt
     from benchmarks import simulate_ranks
+    from benchmarks.common import parse_known
 
 ATTAINABLE = dict(bandwidth=0.9, bf16=0.8, fp8=0.76, link=0.8)  # of the data sheets, by large kernels
 
@@ -204,7 +219,7 @@ def main() -> int:
                         help="kernels and copies that are launched in a micro-batch (default %(default)s)")
     parser.add_argument("--us_per_launch", type=at_least(0, float), default=default.us_per_launch,
                         help="the host's time for each of them (default %(default)g, measured on an H100)")
-    args, options = parser.parse_known_args()
+    args, options = parse_known(parser)
     if args.ranks > 1:
         options += [f"--ranks={args.ranks}", "--micros=1"]
     cards, host = args.cards.split(","), simulate_ranks.Host(args.launches, args.us_per_launch)
@@ -212,6 +227,10 @@ def main() -> int:
         print(f"roofline.py: error: --cards={args.cards}: {unknown[0]} is not one of {', '.join(DEVICES)}: "
               "choose among them", file=sys.stderr)
         return 2
+    if obstacle := fake_cuda.find_obstacle():
+        raise RecordError(f"compiling for a GPU {obstacle}")
+    own = ("--micros", "--own", "--ranks")  # options of cuda_compile.py
+    gpt.make_config(gpt.parse_argv([option for option in options if not option.startswith(own)]))
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)

@@ -348,8 +348,11 @@ def measure(args: Namespace, argv: list[str]) -> None:
     flags = [argv] + ([[*argv, *args.compare]] if args.compare else [])
     with tempfile.TemporaryDirectory() as folder:
         cfg, rt, data = prepare(flags[0], args.num_steps, folder, None)
+        if args.num_steps < cfg.longest_period:
+            raise gpt.RunError(f"--num_steps={args.num_steps}: give at least {cfg.longest_period}, the most "
+                               "steps between updates", 2)
         if rt.is_main:
-            warn("warming up")
+            warn("warming up, with --compile=on minutes")
         subjects = [Subject(cfg, rt)]
         for other in flags[1:]:
             other_cfg, other_rt, _ = prepare(other, args.num_steps, folder, rt)

@@ -408,8 +408,13 @@ def format_report(result: dict) -> str:
         lines += ["| **other numerics** | | | | |", *others]
     if together:
         lines += ["| **the combined winners** | | | | |", show(together)]
-    command = shlex.join([*(word for word in chosen if not word.startswith("--")), "./run.sh",
-                          *result["options"], *(word for word in chosen if word.startswith("--"))])
+    settings = [word for word in chosen if not word.startswith("--")]
+    for name, usual in dict(NPROC="1", OMP_NUM_THREADS="1", GOMP_SPINCOUNT="1000").items():
+        given = os.environ.get(name, usual)
+        if given != usual and not any(word.startswith(f"{name}=") for word in settings):
+            settings.append(f"{name}={given}")
+    command = shlex.join([*settings, os.environ.get("RUN_SH", "./run.sh"), *result["options"],
+                          *(word for word in chosen if word.startswith("--"))])
     last = f"To paste{'' if together else ' (no time was left for a second measurement)'}: {command}"
     if is_open(result):
         last = "No verdict: the time was not enough for one alternative. Give more with --seconds."

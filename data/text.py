@@ -348,7 +348,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     A folder that is made here and left empty is removed. An OSError of the body becomes a RecordError. If
     the file system has no locks, calls do not wait and partial folders stay.
     """
-    remedy = "free space or fix its permissions, or choose another folder (data/text.py --out DIR)"
+    remedy = "free space or fix its permissions, or choose another folder (--out DIR)"
     made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     descriptor, is_locked, is_current = None, False, False
     try:

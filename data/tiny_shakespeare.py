@@ -9,7 +9,9 @@ Training has two shards: the first 30 % of its bytes, which preset shakespeare l
 text must have the known SHA-256. The last line of the output is a command that trains on the shards.
 """
 
+import glob
 import hashlib
+import shlex
 import sys
 import tempfile
 import urllib.request
@@ -83,10 +85,11 @@ def main(argv: list[str] | None = None) -> int:
     def body() -> int:
         tokens = write_shards(read_text(args.path), args.out)["tokens"]
         print(f"{args.out}: {tokens['train']:,} training and {tokens['val']:,} validation tokens")
-        files = ""
+        options = ["--preset=shakespeare"]
         if args.out != OUT:
-            files = f" --train_files={args.out}/train_000001.bin --val_files={args.out}"
-        print(f"train on it: {find_launcher(is_alone=True)} --preset=shakespeare{files}")
+            folder = glob.escape(str(args.out))
+            options += [f"--train_files={folder}/train_000001.bin", f"--val_files={args.out}"]
+        print(f"train on it: {find_launcher(is_alone=True)} {shlex.join(options)}")
         return 0
 
     return run_guarded(body)

@@ -28,7 +28,8 @@ from data.text import BYTE_BOS, BYTE_VOCAB_SIZE, make_embedded_corpus, write_sha
 
 VOCAB, BOS = BYTE_VOCAB_SIZE, BYTE_BOS
 # begin with these files
-LONGEST = "cuda_compile cuda_compile_cards options benchmarks compare whole_run_92 whole_run distributed checkpoint".split()
+LONGEST = """cuda_compile edits fast_forms options step_graphs kernel_benchmark cuda_compile_cards distributed tune records
+    benchmarks compare whole_run_92 whole_run checkpoint""".split()
 
 
 def pytest_configure(config):

@@ -101,10 +101,12 @@ def try_options(preset: str, names: set[str], shards) -> tuple[set[str], set[str
     assert train(words) == usual
     for name in names:
         for text in list_values(name, base[name]):
+            word = write_word(name, text)
             with suppress(gpt.RunError):
-                has_effect = train([*words, write_word(name, text)]) != usual
-                active |= {name} if has_effect else set()
-                idle |= set() if has_effect else {write_word(name, text)}
+                if train([*words, word]) != usual:
+                    active.add(name)
+                    break  # one value with an effect suffices
+                idle.add(word)
     return active, idle
 
 

@@ -149,6 +149,11 @@ def find_launcher(is_alone: bool = False) -> str:
     return f"python {shlex.quote(os.path.relpath(ROOT / 'train_gpt.py'))}"
 
 
+def find_run_sh() -> str:
+    """run.sh as it was typed, for printed commands of tools."""
+    return shlex.quote(os.environ.get("RUN_SH", "./run.sh"))
+
+
 @contextmanager
 def keep_saying(line: str, say: Callable[[str], None] = note) -> Iterator[None]:
     """Print a line on stderr every ten seconds, while something works that prints nothing. say() prints."""

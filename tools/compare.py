@@ -53,6 +53,7 @@ from tools.common import (
     Progress,
     RecordError,
     at_least,
+    find_run_sh,
     keep_options,
     list_visible,
     note,
@@ -171,7 +172,7 @@ def read_side(text: str, common: list[str]) -> Side:
     for option in options:
         name = option.removeprefix("--").partition("=")[0].replace("-", "_")
         if name in OWN_OPTIONS:
-            raise RecordError(f"--{name}: compare.py gives this option itself")
+            raise RecordError(f"--{name} is no option of a side of compare.py")
     return Side(text, source, tuple(options))
 
 
@@ -293,7 +294,7 @@ def train(side: Side, seed: int, extra: list[str], folder: Path, show: Callable[
         for file in (log, path):
             shutil.copy(file, folder)
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    times = [float(ms) for ms in re.findall(r"train_time:([\d.]+)ms.* train_loss:", lines)]
+    times = [float(ms) for ms in re.findall(r"^step:\d+/\d+ train_time:([\d.]+)ms", lines, re.MULTILINE)]
     return Run(
         *results.Finish.read(result), step_ms=(times[-1] - times[0]) / max(1, len(times) - 1),
         processor=processor, switches=after.ru_nvcsw - before.ru_nvcsw,
@@ -595,7 +596,8 @@ def main() -> int:
             comparison.draw(args.plot)
         if folder:
             comparison.leave_record(folder, Path(args.sides[0]))
-            print(f"record: {folder}. Check it with ./run.sh tools/validate.py {shlex.quote(str(folder))}")
+            print(f"record: {folder}. Check it with {find_run_sh()} tools/validate.py "
+                  f"{shlex.quote(str(folder))}")
         for row in report["sides"]:
             print(f"{row['side']} needs {row['ratio']:.3f} of the time of {comparison.base.name} at equal "
                   f"loss ({row['low']:.3f} to {row['high']:.3f}, {row['pairs']} pairs): {row['verdict']}")

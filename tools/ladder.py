@@ -21,7 +21,15 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.common import Parser, RecordError, at_least, list_visible, require_packages, run_guarded
+from tools.common import (
+    Parser,
+    RecordError,
+    at_least,
+    find_run_sh,
+    list_visible,
+    require_packages,
+    run_guarded,
+)
 
 with require_packages():
     from tools import replay, results
@@ -103,7 +111,7 @@ def main() -> None:
         results.run_missing(runs, done.__getitem__, source, "ladder.py", Path(place),
                             lambda name, _: keep_run(Path(place), ladder / name))
     if args.extra:
-        print(f"the trial: ./run.sh tools/validate.py {shlex.quote(str(ladder))}/*/")
+        print(f"the trial: {find_run_sh()} tools/validate.py {shlex.quote(str(ladder))}/*/")
 
 
 if __name__ == "__main__":

@@ -147,7 +147,8 @@ def read_result(path: Path) -> dict:
         result = json.loads(path.read_text())
         return result if result["train_points"] and result["final_val_loss"] else {}[path]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        fault = f"is no result ({error!r}): give logs/*.json" if path.exists() else "does not exist"
+        fault = (f"is no result with training losses ({error!r}): give logs/*.json" if path.exists()
+                 else "does not exist")
         raise RecordError(f"{path} {fault}") from None
 
 

@@ -202,7 +202,8 @@ def main() -> int:
             tqdm.write(f"{name}: {line}")
     if all(is_equal is None for is_equal in outcomes):
         why = (f"none of {len(chosen or kept)} runs fits this machine and its data "
-               f"({statistics.mode(lines)}): --force runs them on another machine" if lines else
+               f"({statistics.mode(lines)})" + ": --force runs them on another machine" * (not args.force)
+               if lines else
                f"no run took at most {args.most_seconds:g} s: give more with --most_seconds")
         warn(f"error: nothing was replayed: {why}")
         return 1

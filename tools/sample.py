@@ -104,14 +104,18 @@ def read_tensors(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
 def load_model(path: Path, device: str = "auto") -> tuple[gpt.GPT, gpt.Config, gpt.Operations, dict]:
     """Read a model or checkpoint: (model, its config, operations in float32, metadata)."""
     metadata, tensors = read_tensors(path)
-    cfg = gpt.config_from_dict(metadata["config"])
+    script = f"train_gpt_{metadata['script_sha256'][:12]}.py"
+    other = gpt.RunError(f"{path} is of another script, {script} beside the log of its run, or train_gpt.py "
+                         "in its record's folder: sample with this file in the place of train_gpt.py", 2)
+    try:
+        cfg = gpt.config_from_dict(metadata["config"])
+    except gpt.RunError:
+        raise other from None
     model = gpt.GPT(cfg, ngram_table=tensors.get("ngram"))
     params = dict(model.named_parameters())
     if {name: param.numel() for name, param in params.items()} != {
             name: tensor.numel() for name, tensor in tensors.items()}:
-        script = f"train_gpt_{metadata['script_sha256'][:12]}.py"
-        raise gpt.RunError(f"{path} has parameters of another script, {script} beside the log of its run: "
-                           "sample with this file in the place of train_gpt.py", 2)
+        raise other
     tensors = {name: tensor.view(params[name].shape) for name, tensor in tensors.items()}
     model.load_state_dict(tensors, assign=True)
     model.is_tied = metadata["is_tied"]

@@ -103,6 +103,8 @@ def main(argv: list[str] | None = None) -> int:
         options = {name: value for name, value in preset.items() if name != "parent"}
         gpt.check(gpt.change_options(gpt.load_preset("record_32"), options))
         path = ROOT / "presets" / f"{args.name or f'd{args.depth}'}.json"
+        if args.name and Path(args.name).name != args.name:
+            raise RecordError(f"--name={args.name} is no name of a file in presets/")
         rows = re.compile(r"{[^][{}]*}|\[[^][{}]*\]")  # innermost objects and lists: one line each
         text = rows.sub(lambda row: re.sub(r"\n\s*", "", re.sub(r",\n\s*", ", ", row[0])),
                         json.dumps(preset, indent=1)) + "\n"

@@ -53,7 +53,10 @@ def check_files(record: results.Record) -> None:
         if not path.exists():
             raise RecordError(f"{record.folder} has no log of {result['run_id']}")
         facts, _, lines = path.read_text().partition(LOG_RULE)
-        facts = json.loads(facts)
+        try:
+            facts = json.loads(facts)
+        except ValueError:
+            raise RecordError(f"{path} is no whole log of a run") from None
         end = f"step:{step}/{step} val_loss:{loss:.4f} train_time:{milliseconds}ms"
         hardware = {name: result["hardware"].get(name) for name in facts["hardware"]}
         wrong = [name for name in ("script_sha256", "argv", "versions") if facts[name] != result[name]]
