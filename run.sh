@@ -19,10 +19,8 @@ trap 'exit 130' INT  # also while a program runs that ends with another status
 
 requirements=$root/requirements.txt packages=(numpy huggingface_hub tqdm)
 case ${1:-} in
-  test) requirements=$root/requirements-dev.txt packages+=(scipy matplotlib pytest xdist ruff triton) ;;
+  test | benchmarks/gpu.py) requirements=$root/requirements-dev.txt packages+=(scipy matplotlib pytest xdist ruff triton) ;;
   tools/sample.py) ;;
-  benchmarks/kernels.py | benchmarks/roofline.py) requirements=$root/requirements-dev.txt packages+=(scipy matplotlib triton) ;;
-  benchmarks/gpu.py) requirements=$root/requirements-dev.txt packages+=(scipy matplotlib pytest xdist triton) ;;
   tools/*.py | benchmarks/*.py) requirements=$root/requirements-tools.txt packages+=(scipy matplotlib) ;;
 esac
 

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,8 +36,9 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import ROOT, Parser, at_least, note, output_file, require_packages, run_guarded
 
-WORDS = " ".join(sys.argv).replace("--card ", "--card=").split()  # also of two words
-CARD = next((word[7:] for word in WORDS if word.startswith("--card=")), "")
+card_parser = ArgumentParser(add_help=False, allow_abbrev=False)
+card_parser.add_argument("--card", default="")
+CARD = card_parser.parse_known_args()[0].card
 if __name__ == "__main__" and CARD:  # before torch is imported
     sys.path.append(str(ROOT / "tests/cuda_without_gpu"))
     import fake_cuda

@@ -224,9 +224,8 @@ def main() -> int:
         options += [f"--ranks={args.ranks}", "--micros=1"]
     cards, host = args.cards.split(","), simulate_ranks.Host(args.launches, args.us_per_launch)
     if unknown := [card for card in cards if card not in DEVICES]:
-        print(f"roofline.py: error: --cards={args.cards}: {unknown[0]} is not one of {', '.join(DEVICES)}: "
-              "choose among them", file=sys.stderr)
-        return 2
+        raise RecordError(f"--cards={args.cards}: {unknown[0]} is not one of {', '.join(DEVICES)}: "
+                          "choose among them")
     if obstacle := fake_cuda.find_obstacle():
         raise RecordError(f"compiling for a GPU {obstacle}")
     own = ("--micros", "--own", "--ranks")  # options of cuda_compile.py

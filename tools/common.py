@@ -83,6 +83,9 @@ def require_packages() -> Iterator[None]:
             sys.exit(2)
         if not re.search(rf"^{re.escape(name)}\b", (ROOT / file).read_text(), re.MULTILINE):
             file = "requirements.txt"
+        if name == "triton":  # CUDA builds of PyTorch bring it, and run.sh installs it for tests only
+            warn("error: triton is not installed: run pip install triton")
+            sys.exit(2)
         tool = os.path.relpath(sys.argv[0], ROOT)
         warn(f"error: {name} is not installed: start with ./run.sh {tool}, or first run pip install "
              f"-r {file}")

@@ -105,17 +105,17 @@ def load_model(path: Path, device: str = "auto") -> tuple[gpt.GPT, gpt.Config, g
     """Read a model or checkpoint: (model, its config, operations in float32, metadata)."""
     metadata, tensors = read_tensors(path)
     script = f"train_gpt_{metadata['script_sha256'][:12]}.py"
-    other = gpt.RunError(f"{path} is of another script, {script} beside the log of its run, or train_gpt.py "
-                         "in its record's folder: sample with this file in the place of train_gpt.py", 2)
+    refusal = (f"{path} is of another script, {script} beside the log of its run, or train_gpt.py in its "
+               "record's folder: sample with this file in the place of train_gpt.py")
     try:
         cfg = gpt.config_from_dict(metadata["config"])
     except gpt.RunError:
-        raise other from None
+        raise gpt.RunError(refusal, 2) from None
     model = gpt.GPT(cfg, ngram_table=tensors.get("ngram"))
     params = dict(model.named_parameters())
     if {name: param.numel() for name, param in params.items()} != {
             name: tensor.numel() for name, tensor in tensors.items()}:
-        raise other
+        raise gpt.RunError(refusal, 2)
     tensors = {name: tensor.view(params[name].shape) for name, tensor in tensors.items()}
     model.load_state_dict(tensors, assign=True)
     model.is_tied = metadata["is_tied"]
